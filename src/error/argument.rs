@@ -1,45 +1,45 @@
-//! Arguments and streams that a call cannot take.
+//! Invalid arguments and streams.
 
 use crate::dtype::DType;
 
-/// Why an argument cannot be.
+/// Why an argument is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InvalidArgument {
     /// A request of zero bytes or of more than any device has.
     #[error("{bytes} bytes is not a valid size")]
     Size {
-        /// Bytes asked for.
+        /// The requested bytes.
         bytes: u64,
     },
-    /// An alignment that is no power of two, or above what can be given.
+    /// An alignment that is not a power of two, or larger than supported.
     #[error("{bytes} is not a valid alignment")]
     Alignment {
-        /// Bytes asked for.
+        /// The requested alignment in bytes.
         bytes: u64,
     },
-    /// Elements of more bytes together than an address space has.
+    /// Elements whose total size exceeds the address space.
     #[error("{len} elements of {element_bytes} bytes are too many")]
     TooLarge {
-        /// Elements asked for.
+        /// Number of requested elements.
         len: usize,
-        /// Bytes of each.
+        /// Size of each element in bytes.
         element_bytes: usize,
     },
-    /// Another number of elements than is needed.
+    /// A number of elements other than the required one.
     #[error("expected {expected} elements, found {found}")]
     Length {
-        /// Elements that are needed.
+        /// Required number of elements.
         expected: usize,
-        /// Elements given.
+        /// Number of elements found.
         found: usize,
     },
-    /// Bytes that are no whole number of elements, seen as another type.
+    /// A size that is not a multiple of the element size of the requested type.
     #[error("{bytes} bytes are not a multiple of the element size of {element_bytes} bytes")]
     Remainder {
-        /// Bytes there are.
+        /// Available bytes.
         bytes: usize,
-        /// Bytes of an element.
+        /// Size of an element in bytes.
         element_bytes: usize,
     },
     /// Memory that is not aligned for its element type.
@@ -47,43 +47,42 @@ pub enum InvalidArgument {
     Misaligned {
         /// The address.
         ptr: u64,
-        /// Bytes.
+        /// Required alignment in bytes.
         alignment: usize,
     },
-    /// More bytes than the memory has that they are to lie in.
+    /// Memory that is too small for its contents.
     #[error("{needed} bytes do not fit into {usable} bytes")]
     TooSmall {
-        /// Bytes that are needed.
+        /// Required bytes.
         needed: usize,
         /// Usable bytes of the memory.
         usable: usize,
     },
-    /// A range that is empty, wraps around, is not aligned as it has to be, or reaches beyond the block that it
-    /// begins in.
+    /// A range that is empty, wraps around, is misaligned, or extends beyond the block that it begins in.
     #[error("{bytes} bytes at {ptr:#x} are not a valid range")]
     Range {
-        /// First byte.
+        /// Address of the first byte.
         ptr: u64,
-        /// Bytes.
+        /// Size in bytes.
         bytes: u64,
     },
-    /// Elements seen as another type than theirs.
+    /// Elements accessed as another type than their own.
     #[error("expected elements of type {expected}, found {found}")]
     DType {
-        /// The type asked for.
+        /// The requested type.
         expected: DType,
-        /// The type they are of.
+        /// The actual type.
         found: DType,
     },
-    /// More dimensions than a tensor can have, or another number than the one of a column.
+    /// More dimensions than a tensor can have, or a number other than that of a column.
     #[error("expected at most {most} dimensions, found {found}")]
     Dimensions {
-        /// Dimensions given.
+        /// Number of dimensions found.
         found: usize,
-        /// Dimensions that are possible.
+        /// Maximum number of dimensions.
         most: usize,
     },
-    /// Elements that do not follow each other, where they have to.
+    /// Elements that are not contiguous where they have to be.
     #[error("expected contiguous elements")]
     Strided,
     /// A column of a table whose type is not its field's.
@@ -96,42 +95,42 @@ pub enum InvalidArgument {
         /// The column's.
         found: DType,
     },
-    /// A table whose number of columns is not its schema's.
+    /// A table whose number of columns differs from that of its schema.
     #[error("expected {fields} columns, found {columns}")]
     Arity {
-        /// Columns given.
+        /// Number of columns found.
         columns: usize,
-        /// Fields of the schema.
+        /// Number of fields of the schema.
         fields: usize,
     },
-    /// A column of a table that has not as many rows as the table has capacity.
+    /// A column whose number of rows differs from the table's capacity.
     #[error("column {index}: expected {capacity} rows, found {rows}")]
     ColumnRows {
         /// Position of the column.
         index: usize,
-        /// Its rows.
+        /// Number of its rows.
         rows: usize,
-        /// Rows of the table.
+        /// Capacity of the table in rows.
         capacity: usize,
     },
-    /// More logical rows than a table has room for.
+    /// More logical rows than the capacity of a table.
     #[error("{rows} rows exceed the capacity of {capacity}")]
     Rows {
         /// Logical rows.
         rows: u64,
-        /// Rows there is room for.
+        /// Capacity in rows.
         capacity: usize,
     },
-    /// The host's copy of a table's row count is set already.
+    /// The host's copy of a table's row count was already set.
     #[error("the row count is already set to {rows}")]
     RowsAlreadySet {
-        /// The count that is kept.
+        /// The current count.
         rows: u64,
     },
-    /// A value that may not be set.
+    /// An invalid value.
     #[error("{value} is not a valid value of {what}")]
     Setting {
-        /// What was to be set.
+        /// The name of the setting.
         what: &'static str,
         /// The value.
         value: u64,
@@ -151,7 +150,7 @@ pub enum InvalidArgument {
 }
 
 impl InvalidArgument {
-    /// The class of the argument in words, for logs.
+    /// Returns the class of the argument for logs.
     pub(super) fn kind(&self) -> &'static str {
         match self {
             InvalidArgument::Size { .. } | InvalidArgument::TooLarge { .. } => "invalid size",
@@ -161,48 +160,48 @@ impl InvalidArgument {
     }
 }
 
-/// Why a stream, or a use on it, was refused.
+/// Why a stream, or its use, was rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StreamMisuse {
     /// The resource does not track uses on other streams, so it must not accept one.
     #[error("the resource does not track uses: {asked} on stream {stream} would be ignored")]
     NotTracked {
-        /// What was asked for.
+        /// The requested operation.
         asked: &'static str,
         /// The driver's id of the stream.
         stream: u64,
     },
-    /// The stream belongs to another driver: its id and its handle mean nothing here.
+    /// The stream belongs to another driver: its id and its handle are invalid here.
     #[error("the stream belongs to another driver")]
     ForeignDriver,
-    /// The stream was never seen here.
+    /// The stream was never used with this allocator.
     #[error("stream {stream:#x} is not registered with this allocator")]
     Unknown {
-        /// The stream's handle, or its id if ids were asked for.
+        /// The stream's handle, or its id if the call took an id.
         stream: u64,
     },
-    /// The stream is the per-thread default stream of another thread, which this one cannot name: what concerns
-    /// that one is for its thread to ask.
+    /// The stream is the per-thread default stream of another thread. This thread has no handle for it, so the
+    /// operation must be made by that thread.
     #[error("the per-thread default stream belongs to another thread")]
     WrongThread,
-    /// 0 as a stream in the exchange protocol, where it could mean two streams, or a negative number
-    /// without a meaning.
+    /// A stream argument of the exchange protocol that names no stream: 0, which would be ambiguous, or an undefined
+    /// negative number.
     #[error("{value} does not name a stream")]
     NotAStream {
-        /// What was given.
+        /// The value found.
         value: i64,
     },
-    /// A block was to go back past the resource that keeps the order of its uses
-    /// ([`AccessOrdered`](crate::resource::AccessOrdered)), which alone knows when they are over.
+    /// The block was freed directly, bypassing the resource that orders its uses
+    /// ([`AccessOrdered`](crate::resource::AccessOrdered)) and alone knows when they are complete.
     #[error("the block goes back through the resource that keeps the order of its uses")]
     KeptAbove,
-    /// The launch recorder was asked for a step out of its order.
+    /// The launch recorder was called out of order.
     #[error("cannot {asked}: {because}")]
     LaunchOrder {
-        /// What was asked for.
+        /// The requested step.
         asked: &'static str,
-        /// What is in its way.
+        /// The reason.
         because: &'static str,
     },
 }

@@ -2,7 +2,7 @@
 
 use crate::error::memory::OutOfMemory;
 
-/// Why a request found no memory.
+/// Why a request failed for lack of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Cause {
@@ -10,29 +10,29 @@ pub enum Cause {
     Limit,
     /// The device has enough memory, but other processes, other allocators or the program itself hold too much of it.
     Others,
-    /// The request and what the allocator holds are more than the device has.
+    /// The request and the memory that the allocator holds exceed the device's memory.
     Device,
-    /// The driver refuses memory, or addresses, although it reports enough free memory and the limit leaves room.
+    /// The driver refuses memory or addresses although it reports enough free memory and the limit leaves room.
     Refused,
-    /// Enough freed memory is there, but unfinished work on a stream may still access it.
+    /// Enough freed memory exists, but unfinished work on a stream may still access it.
     Pending,
-    /// Enough freed memory is there, but guards or graph pools keep it, or a resume under way takes it.
+    /// Enough freed memory exists, but guards or graph pools keep it, or a resume in progress takes it.
     Pools,
-    /// Enough free memory is there, but in pieces between live blocks that no view joins.
+    /// Enough free memory exists, but in pieces between live blocks that no view joins.
     Fragmented,
 }
 
-/// What CUDA itself (contexts, modules, libraries) takes of a device counts as the device's own up to this part of it
-/// and this many bytes: no user can free it.
+/// Memory that CUDA itself (contexts, modules, libraries) takes counts as the device's own up to this fraction of the
+/// device and this many bytes: no user can free it.
 const OWN_PART: u64 = 16;
 const OWN_BYTES: u64 = 1 << 30;
 
-/// With more than this share of the bound live, free memory in pieces is what dense memory always has, and the memory
-/// is simply full.
+/// If more than this fraction of the bound is live, the memory is simply full: dense memory always has some free memory
+/// in pieces.
 const FULL_PERCENT: u128 = 90;
 
 impl Cause {
-    /// All causes. The number of a cause in recordings is its place here, from 1.
+    /// All causes. The number of a cause in recordings is its index here plus 1.
     const ALL: [Cause; 7] = [
         Cause::Limit,
         Cause::Others,
@@ -43,7 +43,7 @@ impl Cause {
         Cause::Fragmented,
     ];
 
-    /// One word for people and machines.
+    /// Returns the name, for people and machines.
     pub fn name(self) -> &'static str {
         match self {
             Cause::Limit => "limit",
@@ -56,13 +56,13 @@ impl Cause {
         }
     }
 
-    /// The cause's number in recordings.
+    /// Returns the cause's number in recordings.
     pub(crate) fn number(self) -> u64 {
         let place = Cause::ALL.iter().position(|cause| *cause == self);
         place.map_or(0, |place| place as u64 + 1)
     }
 
-    /// The cause with a number in recordings.
+    /// Returns the cause with a number in recordings.
     pub(crate) fn from_number(number: u64) -> Option<Cause> {
         let place = usize::try_from(number).ok()?.checked_sub(1)?;
         Cause::ALL.get(place).copied()
@@ -70,25 +70,25 @@ impl Cause {
 }
 
 impl OutOfMemory {
-    /// Bytes in live blocks, those of graph pools included.
+    /// Returns the bytes in live blocks, including those of graph pools.
     pub fn live(&self) -> u64 {
         self.allocated.saturating_add(self.in_graph_pools)
     }
 
-    /// Bytes that the allocator holds from the driver.
+    /// Returns the bytes that the allocator reserves from the driver.
     pub(crate) fn held(&self) -> u64 {
         let present = self.reserved.saturating_sub(self.suspended);
         present.saturating_add(self.graph_pools)
     }
 
-    /// Bytes of the device that neither this allocator holds nor are free: of other processes, of other
-    /// allocators, and of the driver itself. None if the driver could not be asked.
+    /// Returns the bytes of the device that are neither free nor held by this allocator: those of other processes, of
+    /// other allocators, and of the driver itself. None if the driver could not be asked.
     pub fn others(&self) -> Option<u64> {
         let (free, total) = (self.driver_free?, self.driver_total?);
         Some(total.saturating_sub(free).saturating_sub(self.held()))
     }
 
-    /// Bytes that the driver has to give for the request.
+    /// Returns the bytes that the driver must provide for the request.
     pub(crate) fn needed(&self) -> u64 {
         match self.shortage.growth {
             0 => self.requested,
@@ -96,7 +96,7 @@ impl OutOfMemory {
         }
     }
 
-    /// Bytes by which the limit is too low.
+    /// Returns the bytes by which the limit is too low.
     pub(crate) fn lacking_below_limit(&self) -> u64 {
         let counted = match self.shortage.growth {
             0 => self.held(),
@@ -106,13 +106,14 @@ impl OutOfMemory {
         self.limit.map_or(0, |limit| wanted.saturating_sub(limit))
     }
 
-    /// Bytes that the device has for the allocator: those free, less the headroom. None if it could not be asked.
+    /// Returns the bytes that the device has for the allocator: its free bytes minus the headroom. None if the driver
+    /// could not be asked.
     pub(crate) fn available(&self) -> Option<u64> {
         let free = self.driver_free?;
         Some(free.saturating_sub(self.headroom))
     }
 
-    /// Bytes that the device has too few, as far as it could be asked.
+    /// Returns the bytes that the device lacks, as far as the driver could be asked.
     pub(crate) fn lacking_on_device(&self) -> u64 {
         self.available()
             .map_or(0, |free| self.needed().saturating_sub(free))
@@ -128,8 +129,8 @@ impl OutOfMemory {
         wanted.saturating_add(self.headroom) > total - own
     }
 
-    /// Bytes that the allocator can hold at most: its limit, or what the device leaves it, whichever is less. None
-    /// without a limit if the driver could not be asked.
+    /// Returns the most bytes that the allocator can hold: its limit, or what the device leaves it, whichever is less.
+    /// Without a limit, none if the driver could not be asked.
     pub fn bound(&self) -> Option<u64> {
         let device = self
             .available()
@@ -143,8 +144,8 @@ impl OutOfMemory {
         call == Some("cuMemAddressReserve")
     }
 
-    /// Whether the ready memory would serve the request in one piece, and is more than what dense memory always has in
-    /// pieces. Views could not join it, or the request would have been served.
+    /// Whether the ready memory would serve the request in one piece and exceeds the free pieces of any dense memory.
+    /// Views cannot join it: otherwise the request would have succeeded.
     fn is_fragmented(&self) -> bool {
         let ready = self.shortage.ready;
         if ready == 0 || ready < self.shortage.growth {
@@ -154,14 +155,14 @@ impl OutOfMemory {
         u128::from(self.live()) * 100 <= u128::from(bound) * FULL_PERCENT
     }
 
-    /// Why there was no memory: what would have served the request, in the order pending work, memory that guards or
-    /// pools keep, free memory in one piece, and memory that the driver reports as free; else what bounds the
+    /// Returns the cause. What would have served the request decides, in this order: pending work, memory kept by
+    /// guards or pools, free memory in one piece, free memory reported by the driver; otherwise the bound of the
     /// allocator.
     pub fn cause(&self) -> Cause {
         let shortage = &self.shortage;
         let (below_limit, on_device) = (self.lacking_below_limit(), self.lacking_on_device());
         let short = match below_limit.max(on_device) {
-            // The driver gives nothing of what it reports as free.
+            // The driver refuses the memory that it reports as free.
             0 if self.driver.is_some() => self.needed(),
             short => short,
         };
@@ -177,7 +178,7 @@ impl OutOfMemory {
         }
         if self.is_fragmented() {
             return match self.refused_addresses() {
-                // For a view, which would have joined it.
+                // The memory needed for a view, which would have joined it.
                 true => Cause::Refused,
                 false => Cause::Fragmented,
             };
@@ -190,8 +191,8 @@ impl OutOfMemory {
         }
     }
 
-    /// Bytes that were missing. Where the cause is the limit, the request succeeds once the limit is raised by as many;
-    /// where it is the device or others on it, once as many are free there.
+    /// Returns the number of missing bytes. If the cause is the limit, the request succeeds once the limit is raised by
+    /// that number; if it is the device or its other users, once that many more bytes are free there.
     pub fn missing(&self) -> u64 {
         let (below_limit, on_device) = (self.lacking_below_limit(), self.lacking_on_device());
         match self.cause() {

@@ -1,6 +1,6 @@
-//! Settings that are refused.
+//! Rejected settings.
 
-/// Why settings were refused.
+/// Why settings were rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -10,23 +10,23 @@ pub enum ConfigError {
     /// A key that does not exist.
     #[error("unknown setting `{0}`")]
     UnknownKey(String),
-    /// A key or a value that earlier versions had.
+    /// A key or a value of an earlier version.
     #[error("setting `{key}` was removed: use `{instead}`")]
     Removed {
         /// The setting.
         key: String,
-        /// What serves the same end.
+        /// The replacement.
         instead: &'static str,
     },
     /// A key that occurs twice.
     #[error("setting `{0}` is given twice")]
     Repeated(String),
-    /// A value that the key does not take.
+    /// A value that the key does not accept.
     #[error("`{value}` is not a valid value of `{key}`")]
     InvalidValue {
         /// The setting.
         key: String,
-        /// What was given.
+        /// The value found.
         value: String,
     },
     /// Settings that exclude each other.
@@ -43,7 +43,7 @@ pub enum ConfigError {
     /// More devices of a simulator than the 64 that are possible.
     #[error("{count} devices asked for, at most 64 are possible")]
     TooManyDevices {
-        /// How many were asked for.
+        /// The requested number.
         count: usize,
     },
     /// The granularity of a simulated device is not a power of two, or below 4 KiB.
@@ -51,13 +51,13 @@ pub enum ConfigError {
     Granularity {
         /// The device's ordinal.
         device: usize,
-        /// What was asked for, in bytes.
+        /// The requested granularity in bytes.
         granularity: u64,
     },
-    /// A driver function that the simulator does not have.
+    /// A driver function that the simulator does not implement.
     #[error("no driver function is named {name}")]
     UnknownFunction {
-        /// What was asked for.
+        /// The requested name.
         name: String,
     },
 }

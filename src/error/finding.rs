@@ -6,7 +6,7 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Misuse {
-    /// Bytes behind those that were asked for were written.
+    /// Bytes after the requested ones were written.
     Overrun,
     /// The block was written after its free: by work that was queued later, or by a stream that was not recorded on it.
     UseAfterFree,
@@ -14,7 +14,7 @@ pub enum Misuse {
     Leak,
 }
 
-/// What a debug mode of an allocator found about a block.
+/// A finding of a debug mode about a block.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct Finding {
@@ -22,15 +22,15 @@ pub struct Finding {
     pub misuse: Misuse,
     /// The first byte of the block.
     pub address: u64,
-    /// Bytes as they were asked for.
+    /// Requested bytes.
     pub requested: u64,
-    /// The first byte that is wrong, counted from the block's first one; 0 for a leak.
+    /// Offset of the first wrong byte in the block; 0 for a leak.
     pub offset: u64,
     /// The label of the request; "untagged" without one.
     pub tag: &'static str,
-    /// The name of the context that the thread was in when it asked for the block.
+    /// The name of the context that the thread was in when it allocated the block.
     pub context: Option<String>,
-    /// The handle of the stream that the block was asked for on.
+    /// The handle of the stream that the block was allocated on.
     pub stream: usize,
 }
 

@@ -1,18 +1,18 @@
-//! What graph pools refuse.
+//! Errors of graph pools.
 
 use super::memory::Bytes;
 
-/// Why a call about a graph pool was refused. Nothing has changed, and no capture is spoilt.
+/// Why a call about a graph pool failed. Nothing has changed, and no capture was invalidated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GraphPoolError {
     /// The pool was released, or its allocator closed.
     #[error("the graph pool was released")]
     Released,
-    /// No such scope is open: it was left before.
+    /// The scope is not open: it was left before.
     #[error("the scope of the graph pool has already been left")]
     NotEntered,
-    /// Memory of the pool is in use outside of captures, or by a capture under way.
+    /// Memory of the pool is in use outside of captures, or by a capture in progress.
     #[error("{} of the graph pool are still in use", Bytes(*bytes))]
     NotComplete {
         /// Bytes of memory that may be in use.
@@ -24,16 +24,16 @@ pub enum GraphPoolError {
         /// The tag.
         tag: &'static str,
     },
-    /// The checkpoint is another pool's, or the pool gave its addresses back since.
+    /// The checkpoint belongs to another pool, or the pool has released its addresses since.
     #[error("stale checkpoint: it is of other addresses than the graph pool has now")]
     ForeignCheckpoint,
-    /// A predicate of a scope asked for memory of an allocator that has open scopes, or recorded a stream that captures.
+    /// A predicate of a scope allocated from an allocator that has open scopes, or recorded a capturing stream.
     #[error(
         "cannot choose a graph pool in a predicate of a scope: the predicate would be asked about its own request; \
          allocate and record what it needs before the scope is entered"
     )]
     InPredicate,
-    /// The pool is another allocator's.
+    /// The pool belongs to another allocator.
     #[error("the graph pool belongs to another allocator")]
     ForeignPool,
 }

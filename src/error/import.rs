@@ -1,16 +1,16 @@
-//! Memory of others that cannot be imported.
+//! Foreign memory that cannot be imported.
 
-/// What is wrong with a tensor or array that was offered for import.
+/// Why a tensor or array was rejected for import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImportFault {
-    /// A null pointer instead of a structure.
+    /// A null pointer in place of a structure.
     #[error("no tensor: the pointer is null")]
     Null,
     /// A structure that was released or moved away from.
     #[error("the array was released")]
     Released,
-    /// A layout of another major version: nothing else in it could be read.
+    /// A layout of another major version, whose other fields cannot be read.
     #[error("layout version {major}.{minor} is not known")]
     Version {
         /// Major version.
@@ -41,16 +41,16 @@ pub enum ImportFault {
     /// A tensor with dimensions but without a shape.
     #[error("no shape")]
     NoShape,
-    /// A negative length of a dimension, or one with which the bytes of the elements overflow.
+    /// A dimension with a negative length, or one for which the size of the elements overflows.
     #[error("{length} is not a valid length")]
     Length {
-        /// Elements of the dimension.
+        /// Length of the dimension.
         length: i64,
     },
-    /// A distance of elements that leads out of the address space.
+    /// A stride that leads out of the address space.
     #[error("a stride of {stride} elements is not valid")]
     Stride {
-        /// Elements.
+        /// The stride in elements.
         stride: i64,
     },
     /// An element type that tensors do not have.
@@ -63,18 +63,18 @@ pub enum ImportFault {
         /// Lanes.
         lanes: u16,
     },
-    /// An offset that is no multiple of the element's size, negative, or overflows.
+    /// An offset that is negative, not a multiple of the element size, or overflows.
     #[error("an offset of {offset} is not valid")]
     Offset {
         /// The offset: bytes in a tensor, elements in an array.
         offset: u64,
     },
-    /// An address that is no multiple of the element's size.
+    /// An address that is not a multiple of the element size.
     #[error("{address:#x} is not aligned to {alignment} bytes")]
     Alignment {
         /// The first element's address.
         address: u64,
-        /// Bytes.
+        /// Required alignment in bytes.
         alignment: usize,
     },
     /// An address range that wraps.
@@ -82,10 +82,10 @@ pub enum ImportFault {
     Overflow {
         /// The first element's address.
         address: u64,
-        /// Bytes.
+        /// Size in bytes.
         bytes: usize,
     },
-    /// More than the memory of ours that comes back.
+    /// A range beyond our own memory that it comes from.
     #[error(
         "{bytes} bytes at {address:#x} do not lie in the {memory} bytes of the memory that comes back"
     )]
@@ -97,33 +97,33 @@ pub enum ImportFault {
         /// Bytes of the memory.
         memory: usize,
     },
-    /// No memory, though there are elements.
+    /// Elements without memory.
     #[error("{elements} elements without memory")]
     NoData {
-        /// Elements.
+        /// Number of elements.
         elements: usize,
     },
-    /// Another number of buffers than the two of a primitive array.
+    /// A number of buffers other than the two of a primitive array.
     #[error("{buffers} buffers, not 2")]
     Buffers {
-        /// Buffers.
+        /// Number of buffers.
         buffers: i64,
     },
-    /// Children or a dictionary, which a primitive array has not.
+    /// Children or a dictionary, which a primitive array does not have.
     #[error("children or a dictionary")]
     Nested,
     /// Elements that are null, or that may be.
     #[error("nulls ({nulls}, -1 for an unknown number)")]
     Nulls {
-        /// Their number.
+        /// The number of nulls.
         nulls: i64,
     },
-    /// A column of another length than the ones before it.
+    /// A column whose length differs from that of the first column.
     #[error("{actual} rows, not {expected} as in the first column")]
     UnequalRows {
-        /// Rows of the first column.
+        /// Number of rows of the first column.
         expected: usize,
-        /// Rows of this one.
+        /// Number of rows of this one.
         actual: usize,
     },
 }

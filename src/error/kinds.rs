@@ -1,4 +1,4 @@
-//! The one error, and the one carrier of what was refused.
+//! The error type, and the type that returns a rejected value with its error.
 
 use std::fmt;
 
@@ -12,27 +12,27 @@ use super::graph::GraphPoolError;
 use super::import::ImportFault;
 use super::memory::{Bytes, OutOfMemory};
 
-/// What fails with an [`Error`], if nothing else is said.
+/// The result of calls that fail with an [`Error`] unless documented otherwise.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
-/// Why a call failed. Wrong arguments are found before any driver call. Nothing is lost and nothing has changed,
-/// except where a variant says otherwise.
+/// Why a call failed. Wrong arguments are detected before any driver call. After an error nothing is lost and nothing
+/// has changed, except where a variant documents otherwise.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The driver is not there or not usable.
+    /// The driver is missing or unusable.
     #[error(transparent)]
     DriverUnavailable(#[from] LoadError),
-    /// A driver call failed in a way that has no variant of its own. What a copy was to write is undefined then.
+    /// A driver call failed in a way that has no variant of its own. The target of a failed copy is undefined.
     #[error(transparent)]
     Driver(DriverError),
-    /// The context is lost: nothing of it can be used any more. Memory is left alone.
+    /// The context is lost and cannot be used any more. Memory is left alone.
     #[error("the context is lost: {0}")]
     ContextLost(DriverError),
     /// The process is a forked child; its parent's driver state is not usable here.
     #[error("a forked child cannot use its parent's device memory")]
     ForkedChild,
-    /// The process is exiting: the driver may have shut down, and takes the memory back itself.
+    /// The process is exiting: the driver may have shut down already, and releases the memory itself.
     #[error("the process is exiting")]
     Exiting,
     /// The allocator or the pool was closed.
@@ -41,73 +41,73 @@ pub enum Error {
     /// Settings that are unknown or contradict each other.
     #[error(transparent)]
     InvalidConfig(#[from] ConfigError),
-    /// The driver or the device cannot do what is asked for.
+    /// The driver or the device does not support the operation.
     #[error("not supported: {what}")]
     NotSupported {
-        /// The ability that is missing.
+        /// The missing ability.
         what: &'static str,
     },
-    /// The device says that it can do what the configuration asks for, and refused it when it was tried.
+    /// The device reports an ability that the configuration requires, but refused it when tried.
     #[error("refused by the device: {what}: {cause}")]
     DeviceRefused {
-        /// The ability that is refused.
+        /// The refused ability.
         what: &'static str,
-        /// The call that was refused.
+        /// The error of the refused call.
         cause: DriverError,
     },
-    /// No memory, after everything was tried.
+    /// Out of memory: every way to obtain more was tried.
     #[error(transparent)]
     OutOfMemory(#[from] Box<OutOfMemory>),
-    /// A budget does not have room for the request.
+    /// A budget has no room for the request.
     #[error(
         "{owner}: cannot allocate {}: {} of {} remain, {} are used",
         Bytes(*requested), Bytes(limit.saturating_sub(*used)), Bytes(*limit), Bytes(*used)
     )]
     OverBudget {
-        /// Whose budget it is.
+        /// The name of the budget.
         owner: &'static str,
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: u64,
         /// The budget in bytes.
         limit: u64,
-        /// Bytes of it in use.
+        /// Bytes of the budget in use.
         used: u64,
     },
-    /// Everything that there may be of something is taken.
+    /// The maximum number of objects of a kind exists already.
     #[error("all {maximum} {what} are taken")]
     Exhausted {
-        /// What there is no more of, in the plural.
+        /// The kind of object, in the plural.
         what: &'static str,
-        /// The most that there may be.
+        /// The maximum number.
         maximum: usize,
     },
-    /// The host has no memory for what the call needs.
+    /// The host lacks memory for the call.
     #[error("cannot allocate {} of host memory", Bytes(*bytes as u64))]
     HostMemory {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: usize,
     },
-    /// There is no cached memory that the stream may use without a wait, and the request was for that alone.
+    /// The request was restricted to cached memory, and there is none that the stream may use without a wait.
     #[error("no cached memory serves the request")]
     NotCached,
-    /// An argument that cannot be.
+    /// An invalid argument.
     #[error(transparent)]
     Invalid(#[from] InvalidArgument),
-    /// A stream, or a use on a stream, that the call cannot deal with.
+    /// A stream, or a use of a stream, that the call does not support.
     #[error(transparent)]
     Stream(#[from] StreamMisuse),
-    /// Memory of somebody else was offered that is not what is needed.
+    /// Foreign memory that is not suitable for import.
     #[error(transparent)]
     Import(#[from] ImportFault),
     /// No device has this ordinal.
     #[error("there is no device {ordinal}; the driver has {devices}")]
     InvalidDevice {
-        /// The ordinal asked for.
+        /// The requested ordinal.
         ordinal: usize,
-        /// Devices there are.
+        /// Number of devices.
         devices: usize,
     },
-    /// A block, stream or device of another device than the memory's.
+    /// A block, stream or device that belongs to another device than the memory.
     #[error("expected device {expected}, found device {found}")]
     WrongDevice {
         /// Ordinal of the memory's device.
@@ -115,8 +115,8 @@ pub enum Error {
         /// The ordinal found.
         found: usize,
     },
-    /// A default stream was named by its handle while another context than the allocator's was
-    /// current: the handle means the stream of the allocator's context. Only with
+    /// A default stream was passed by its handle while a context other than the allocator's was current: the handle
+    /// means the stream of the allocator's context. Only with
     /// [`Config::context_checks`](crate::Config::context_checks).
     #[error(
         "stream {stream:#x} is that of context {expected:#x}, and context {current:#x} is current"
@@ -129,21 +129,21 @@ pub enum Error {
         /// Handle of the allocator's context.
         expected: usize,
     },
-    /// A stream that takes part is being captured into a graph; or one that could not be ordered when it was
-    /// given work on a buffer, which is made up for by the first call after its capture.
+    /// A stream involved is being captured into a graph; or a stream could not be ordered after it used a buffer, and
+    /// the first call after its capture will do so.
     #[error("stream {stream:#x} is capturing")]
     Capturing {
         /// The stream's handle.
         stream: usize,
     },
-    /// A pointer that this allocator never handed out.
+    /// A pointer that was not allocated by this allocator.
     #[error("{ptr:#x} is not memory of this allocator")]
     NotOurs {
         /// The pointer.
         ptr: u64,
     },
-    /// A pointer into the source's memory where no block is live: a double free, or a pointer
-    /// that was never a block's start.
+    /// A pointer into this allocator's memory where no live block begins: a double free, or a pointer that was never
+    /// the start of a block.
     #[error("no live block at {ptr:#x}: it was freed before, or no block ever began there")]
     NotLive {
         /// The pointer.
@@ -154,126 +154,124 @@ pub enum Error {
     InteriorPointer {
         /// The pointer.
         ptr: u64,
-        /// Start of the block around it.
+        /// Start of the block that contains it.
         base: u64,
     },
-    /// The block of this generation is gone; its record or address may be in use again.
+    /// The block of this generation no longer exists; its record or address may be in use again.
     #[error("the block at {ptr:#x} of generation {generation} is gone")]
     UseAfterFree {
-        /// Where it was.
+        /// Its former address.
         ptr: u64,
-        /// The generation that it was of.
+        /// Its generation.
         generation: u64,
     },
-    /// A range that does not lie in its block or buffer, or that ends before it starts.
+    /// A range that is not inside its block or buffer, or that ends before it starts.
     #[error("the range {start}..{end} does not lie in 0..{len}")]
     OutOfBounds {
-        /// The generation of the block's record, if the range is one of a block's bytes and not of elements.
+        /// The generation of the block's record, if the range is one of a block's bytes rather than of elements.
         generation: Option<u64>,
         /// First byte or element of the range.
         start: usize,
         /// The one after its last.
         end: usize,
-        /// Bytes or elements there are.
+        /// Number of bytes or elements.
         len: usize,
     },
-    /// Something cannot be closed or destroyed because it is used; nothing was closed.
+    /// An object cannot be closed or destroyed because it is in use; nothing was closed.
     #[error("still in use: {}{}", Count(*count, what), if *bytes == 0 { String::new() } else { format!(" of {}", Bytes(*bytes)) })]
     InUse {
-        /// What uses it, in the singular.
+        /// The users, in the singular.
         what: &'static str,
-        /// How many.
+        /// The number of users.
         count: u64,
-        /// Their bytes after rounding, if they have some.
+        /// Their bytes after rounding, if they have memory.
         bytes: u64,
     },
     /// The device may still be using the memory.
     #[error("a copy is in flight")]
     InFlight,
-    /// Close was asked for while guards keep memory; nothing was closed.
+    /// An allocator cannot be closed while guards keep memory; nothing was closed.
     #[error("{} {} {} of freed blocks", Count(*guards, "guard"), if *guards == 1 { "keeps" } else { "keep" }, Bytes(*bytes))]
     Guarded {
-        /// Guards that live.
+        /// Number of guards.
         guards: u64,
         /// Bytes of freed blocks that they keep.
         bytes: u64,
     },
-    /// The memory is suspended ([`Allocator::suspend`](crate::Allocator::suspend)): it is not there until it is
-    /// resumed.
+    /// The memory is suspended ([`Allocator::suspend`](crate::Allocator::suspend)) and unavailable until it is resumed.
     #[error("the memory is suspended")]
     Suspended,
-    /// Nothing of what was named is suspended.
+    /// None of the selected memory is suspended.
     #[error("the memory is not suspended")]
     NotSuspended,
-    /// Not everything could be given back, because work that may use it is not known to be over, or because a
-    /// trim on another thread is about to give it back.
+    /// Not all memory could be released, because work that may use it is not known to be complete, or because a trim on
+    /// another thread is about to release it.
     #[error("cannot release all memory: {} are still held", Bytes(*bytes))]
     StillHeld {
-        /// Bytes held from the driver, those among them that are on their way back.
+        /// Bytes reserved from the driver, including those about to be released.
         bytes: u64,
     },
-    /// Something of an earlier generation: what it stood for is gone.
+    /// An object of an earlier generation, whose target no longer exists.
     #[error("stale handle: generation {have}, current {current}")]
     Stale {
-        /// The generation it belongs to.
+        /// The object's generation.
         have: u64,
-        /// The generation now.
+        /// The current generation.
         current: u64,
     },
-    /// The block was given up already.
+    /// The block was already given up.
     #[error("there is no block: it was given up")]
     Abandoned,
-    /// Memory that others let us read only.
+    /// Foreign memory that is read-only.
     #[error("the memory is read-only")]
     ReadOnly,
-    /// A copy was started and no wait for it succeeds, though the context is not given up for lost. The
-    /// caller's memory is out of the device's reach: the copy was to or from memory of ours, which is
-    /// leaked. (That of unsafe asynchronous copies is not.) Device memory stays in the order of its
-    /// stream.
+    /// A copy was started, and no wait for it succeeds although the context is not lost. The device does not access the
+    /// caller's memory, because the copy used staging memory of this crate, which is leaked. (This does not hold for
+    /// unsafe asynchronous copies.) Device memory stays ordered by its stream.
     #[error("cannot determine whether the copy completed: {0}")]
     Unseen(DriverError),
-    /// A launch names a buffer that its recorder may not accept.
+    /// A launch uses a buffer that its recorder must not accept.
     #[error(
         "buffer {index} of the launch is {}",
         if *external { "external memory" } else { "not tracked by its resource" }
     )]
     Rejected {
-        /// Which one, in the order of recording.
+        /// The index of the buffer, in the order of recording.
         index: usize,
-        /// Whether somebody else owns the memory; else its resource does not track uses.
+        /// Whether the memory is foreign; otherwise its resource does not track uses.
         external: bool,
     },
-    /// Memory that overlaps memory which is handed out or known already. The block there is untouched.
+    /// Memory that overlaps memory which is already allocated or known. The existing block is not affected.
     #[error(
         "memory at {:#x}, {} bytes, overlaps that at {:#x}, {} bytes",
         new.0, new.1, old.0, old.1
     )]
     Overlap {
-        /// Address and bytes of what is refused.
+        /// Address and bytes of the rejected memory.
         new: (u64, u64),
-        /// Address and bytes of what was there.
+        /// Address and bytes of the existing memory.
         old: (u64, u64),
     },
-    /// A graph pool cannot do what was asked for.
+    /// A graph pool cannot perform the operation.
     #[error(transparent)]
     GraphPool(#[from] GraphPoolError),
-    /// The debug modes of an allocator found an error of the program.
+    /// A debug mode of an allocator found an error of the program.
     #[error(transparent)]
     Misused(#[from] Box<Finding>),
-    /// The structures of an allocator do not agree with each other.
+    /// The data structures of an allocator are inconsistent.
     #[error("inconsistent heap: {what} (expected {expected}, found {found})")]
     Inconsistent {
         /// What was compared.
         what: &'static str,
-        /// What the walk says.
+        /// The value computed by the walk.
         expected: u64,
-        /// What the heap says.
+        /// The value stored in the heap.
         found: u64,
     },
 }
 
 impl Error {
-    /// Whether memory ran out, of a device, of the driver or of a budget.
+    /// Whether the cause is lack of memory: of a device, of the driver or of a budget.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Error::OutOfMemory(_) | Error::OverBudget { .. } => true,
@@ -282,7 +280,7 @@ impl Error {
         }
     }
 
-    /// The driver's error behind this one, if there is one.
+    /// Returns the underlying driver error, if there is one.
     pub fn driver_error(&self) -> Option<DriverError> {
         match self {
             Error::Driver(error)
@@ -295,8 +293,8 @@ impl Error {
         }
     }
 
-    /// The driver's code for this error, for callers who report in its terms: the driver's own where
-    /// it has spoken, else the one that fits.
+    /// Returns the driver's code for this error, for callers that report in driver codes: the driver's own if there is
+    /// one, otherwise the closest one.
     pub fn code(&self) -> CUresult {
         if let Some(error) = self.driver_error() {
             return error.code();
@@ -328,7 +326,7 @@ impl Error {
         }
     }
 
-    /// The variant in words, for logs.
+    /// Returns the name of the variant for logs.
     pub fn kind(&self) -> &'static str {
         match self {
             Error::DriverUnavailable(_) => "driver unavailable",
@@ -377,7 +375,7 @@ impl Error {
 }
 
 impl From<DriverError> for Error {
-    /// [`Error::ContextLost`] if the driver's error is fatal, else [`Error::Driver`].
+    /// Converts a driver error: [`Error::ContextLost`] if it is fatal, otherwise [`Error::Driver`].
     fn from(error: DriverError) -> Error {
         if error.is_fatal() {
             Error::ContextLost(error)
@@ -387,17 +385,17 @@ impl From<DriverError> for Error {
     }
 }
 
-/// What a call took and could not use, with the reason, which its text is. It is as it was: a block is still
-/// allocated.
+/// A value that a call took and could not use, with the reason, which is also its text. The value is unchanged: a block
+/// is still allocated.
 pub struct Refused<T> {
-    /// What was taken.
+    /// The rejected value.
     pub value: Box<T>,
     /// The reason.
     pub error: Error,
 }
 
 impl<T> Refused<T> {
-    /// Gives something back with a reason.
+    /// Returns a value with a reason.
     pub fn new(value: T, error: impl Into<Error>) -> Refused<T> {
         Refused {
             value: Box::new(value),
@@ -405,7 +403,7 @@ impl<T> Refused<T> {
         }
     }
 
-    /// The same reason with what the value is a part of.
+    /// Replaces the value by one that contains it, with the same reason.
     pub(crate) fn map<U>(self, whole: impl FnOnce(T) -> U) -> Refused<U> {
         Refused::new(whole(*self.value), self.error)
     }
@@ -426,13 +424,13 @@ impl<T> std::error::Error for Refused<T> {
 }
 
 impl<T> From<Refused<T>> for Error {
-    /// Drops what was taken.
+    /// Drops the value.
     fn from(refused: Refused<T>) -> Error {
         refused.error
     }
 }
 
-/// A number of things, in words.
+/// A count with its noun.
 pub(crate) struct Count<'a>(pub u64, pub &'a str);
 
 impl fmt::Display for Count<'_> {

@@ -1,28 +1,28 @@
-//! The picture at the moment when memory ran out.
+//! The state of memory when a request failed.
 
 use std::fmt;
 
 use crate::driver::DriverError;
 
-/// Free memory that waits for one stream.
+/// Free memory pending on one stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StreamBytes {
     /// The driver's id of the stream.
     pub stream_id: u64,
-    /// Free bytes that no other stream can have, and the driver neither, before this stream is done with them.
+    /// Free bytes that neither other streams nor the driver can have before this stream has finished with them.
     pub bytes: u64,
-    /// Those of them that no marker covers: only a synchronised context tells that they are complete.
+    /// The part of them that no marker covers: only synchronising the context shows that they are complete.
     pub unmarked: u64,
 }
 
-/// Memory that cannot be given back because few live blocks lie in it.
+/// Memory that cannot be released because a few live blocks lie in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedSegment {
     /// First byte of the segment or handle.
     pub address: u64,
-    /// Bytes of it.
+    /// Its size in bytes.
     pub bytes: u64,
     /// Bytes of live blocks in it.
     pub live: u64,
@@ -30,7 +30,7 @@ pub struct PinnedSegment {
     pub block: u64,
 }
 
-/// Adjacent free memory, and the live blocks beside it.
+/// Adjacent free memory, and the live blocks next to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Hole {
@@ -59,7 +59,7 @@ impl Hole {
     }
 }
 
-/// What live blocks have in common in the list of the largest holders.
+/// The property that a group of live blocks in the list of the largest holders has in common.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum HeldBy {
@@ -67,22 +67,22 @@ pub enum HeldBy {
     Tag(String),
     /// The context in which a recording saw them allocated.
     Context(String),
-    /// Their size and their stream, of blocks that have neither.
+    /// The size range and the stream, for blocks without tag, label and context.
     Size {
-        /// Bytes that each of them has at least.
+        /// The minimum size of each block in bytes.
         least: u64,
-        /// Bytes that each of them has less than: twice as many.
+        /// The upper bound of their sizes in bytes, exclusive: twice the minimum.
         below: u64,
         /// The driver's id of the stream that they were allocated on.
         stream: u64,
     },
 }
 
-/// Live blocks that belong together.
+/// A group of live blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Holder {
-    /// What they have in common.
+    /// The property in common.
     pub by: HeldBy,
     /// Bytes of them, after rounding.
     pub bytes: u64,
@@ -96,13 +96,13 @@ impl Holder {
     }
 }
 
-/// What the request lacked, as the heap saw it: the cause follows from this and the driver's answers. All figures in
-/// bytes.
+/// What the request lacked, as seen by the heap: together with the driver's answers this determines the cause. All
+/// figures in bytes.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Shortage {
-    /// Handles or segments that the request takes if none of it lies in memory that is there.
+    /// Handles or segments that the request takes if no existing memory is used.
     pub growth: u64,
-    /// What the driver has to give, after everything idle was released. At most `growth`.
+    /// What the driver must provide after all idle memory was released. At most `growth`.
     pub needed: u64,
     /// Free memory of the request's arena that its stream may use now.
     pub ready: u64,
@@ -110,30 +110,30 @@ pub(crate) struct Shortage {
     pub waiting: u64,
     /// Whether a run of free memory would hold the request if no work were pending.
     pub fits_pending: bool,
-    /// Freed memory that guards and graph pools keep, suspended memory that counts for the limit, and what a resume
-    /// under way will take.
+    /// Freed memory that guards and graph pools keep, suspended memory that counts against the limit, and memory that a
+    /// resume in progress will take.
     pub kept: u64,
-    /// What the limit counts without the request.
+    /// Bytes that count against the limit, without the request.
     pub counted: u64,
     /// Whether a run of free memory would hold the request without guards.
     pub fits_guarded: bool,
-    /// What a resume under way will take.
+    /// Memory that a resume in progress will take.
     pub coming: u64,
 }
 
-/// Everything known about memory at the moment when a request failed for want of it. All figures in bytes.
+/// The complete state of memory when a request failed for lack of it. All figures in bytes.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct OutOfMemory {
     /// Device ordinal.
     pub device: usize,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub requested: u64,
-    /// The allocator's limit on memory held from the driver, if one is set.
+    /// The allocator's limit on reserved memory, if one is set.
     pub limit: Option<u64>,
-    /// Held from the driver, suspended memory included; graph pools not.
+    /// Reserved from the driver, including suspended memory but not graph pools.
     pub reserved: u64,
-    /// In live blocks, after rounding; those of graph pools not included.
+    /// In live blocks, after rounding; graph pools are not included.
     pub allocated: u64,
     /// Reserved and not in live blocks.
     pub cached: u64,
@@ -147,39 +147,39 @@ pub struct OutOfMemory {
     pub guarded: u64,
     /// Suspended, and part of `reserved`.
     pub suspended: u64,
-    /// Held from the driver by graph pools of the allocator; not part of `reserved`. The limit counts it.
+    /// Reserved from the driver by graph pools of the allocator; not part of `reserved`, but counted against the limit.
     pub graph_pools: u64,
     /// In live blocks of graph pools; part of `graph_pools`.
     pub in_graph_pools: u64,
-    /// The groups of live blocks that hold the most, largest first; at most five.
+    /// The groups of live blocks that hold the most memory, largest first; at most five.
     pub holders: Vec<Holder>,
-    /// Free memory that waits for streams, most first.
+    /// Free memory pending on streams, most first.
     pub pending: Vec<StreamBytes>,
-    /// The longest runs of adjacent free memory, longest first; a few.
+    /// The longest runs of adjacent free memory, longest first; only a few.
     pub holes: Vec<Hole>,
-    /// Whether memory is made of handles that are mapped: the packed policy.
+    /// Whether memory consists of mapped handles: the packed policy.
     pub mapped: bool,
     /// Whether scattered handles may be joined in views.
     pub views: bool,
-    /// Where live blocks pin the most free memory, most first; a few.
+    /// The places where live blocks pin the most free memory, most first; only a few.
     pub pinned: Vec<PinnedSegment>,
-    /// Free on the device by the driver's account, if it could be asked.
+    /// Free on the device according to the driver, if it could be asked.
     pub driver_free: Option<u64>,
-    /// Total of the device by the driver's account, if it could be asked.
+    /// Total of the device according to the driver, if it could be asked.
     pub driver_total: Option<u64>,
     /// Bytes of the device that the allocator leaves free.
     pub headroom: u64,
     /// The name of the memory regime ([`Regime`](crate::allocator::Regime)) under the packed policy.
     pub regime: Option<&'static str>,
-    /// The driver's refusal of memory; else an earlier failure of the driver, after which the request was tried by
-    /// other steps; none if there was neither.
+    /// The driver's refusal of memory, or an earlier driver failure after which the request was retried by other means;
+    /// none if there was neither.
     pub driver: Option<DriverError>,
     pub(crate) shortage: Shortage,
 }
 
 impl std::error::Error for OutOfMemory {}
 
-/// Bytes with a binary unit, for people.
+/// Formats bytes with a binary unit.
 pub(crate) struct Bytes(pub u64);
 
 impl fmt::Display for Bytes {
@@ -195,12 +195,12 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Bytes with a binary unit, never less than they are: for amounts that have to be provided.
+/// Formats bytes with a binary unit, rounded up: for amounts that have to be provided.
 pub(crate) struct AtLeast(pub u64);
 
 impl fmt::Display for AtLeast {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Two decimals are shown of a unit.
+        // Units are shown with two decimals.
         let unit = match self.0 {
             0..0x400 => 1,
             0x400..0x10_0000 => 1 << 10,

@@ -1,7 +1,7 @@
-//! What an [`Error`] is made of: values with data.
+//! Parts of an [`Error`]: values with data.
 //!
-//! There is one error above the driver. Its text names its cause, and its `source` is what stands behind that
-//! cause: whoever prints a chain of errors prints nothing twice. Addresses and handles are hexadecimal.
+//! There is one error type above the driver. Its text names its cause, and its `source` is the reason of that cause, so
+//! that printing a chain of errors repeats nothing. Addresses and handles are hexadecimal.
 
 mod argument;
 pub(crate) mod cause;

@@ -1,10 +1,10 @@
-//! Failures that come often, in the log now and then.
+//! Rate-limited logging of frequent failures.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::driver::process;
 
-/// Of many equal failures the first is logged, then those whose number is a power of two.
+/// Logs the first of many equal failures, then those whose number is a power of two.
 #[derive(Debug, Default)]
 pub(crate) struct RareLog(AtomicU64);
 
@@ -13,9 +13,9 @@ impl RareLog {
         RareLog(AtomicU64::new(0))
     }
 
-    /// The number of this failure, counted from 1, if it should be logged.
+    /// Returns the number of this failure, counted from 1, if it should be logged.
     pub(crate) fn due(&self) -> Option<u64> {
-        // A logger has locks, and a thread of the parent may have held them.
+        // A logger has locks, which a thread of the parent may have held at the fork.
         if process::is_forked_child() {
             return None;
         }
@@ -23,7 +23,7 @@ impl RareLog {
         count.is_power_of_two().then_some(count)
     }
 
-    /// How many failures there were.
+    /// Returns the number of failures.
     pub(crate) fn count(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

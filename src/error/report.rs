@@ -1,4 +1,4 @@
-//! An out-of-memory error as text for people and as JSON: both have the same content.
+//! An out-of-memory error as text and as JSON, with the same content.
 
 use std::fmt::{self, Write};
 
@@ -6,7 +6,7 @@ use crate::error::cause::Cause;
 use crate::error::kinds::Count;
 use crate::error::memory::{AtLeast, Bytes, HeldBy, Holder, OutOfMemory, StreamBytes};
 
-/// Characters of a name that a text shows: the end of a stack is its innermost function.
+/// Maximum number of characters of a name in the text: the end of a stack, which is its innermost function.
 const NAME_SHOWN: usize = 160;
 
 impl HeldBy {
@@ -51,7 +51,7 @@ impl fmt::Display for Holder {
     }
 }
 
-/// What bounds the allocator, by its name in texts.
+/// The bound of the allocator, with its name in texts.
 struct Bound {
     bytes: u64,
     name: &'static str,
@@ -73,7 +73,7 @@ impl OutOfMemory {
         }
     }
 
-    /// The first line of every text: what was requested, what is live, what bounds it, and what is missing.
+    /// Returns the first line of every text: the requested bytes, the live bytes, the bound, and the missing bytes.
     fn headline(&self) -> String {
         let (device, cause) = (self.device, self.cause().name());
         let (requested, live) = (Bytes(self.requested), Bytes(self.live()));
@@ -86,7 +86,7 @@ impl OutOfMemory {
         )
     }
 
-    /// What makes the request succeed if it is done, in a sentence or two.
+    /// Returns advice, in a sentence or two, on how to make the request succeed.
     pub fn advice(&self) -> String {
         let missing = self.missing();
         match self.cause() {
@@ -134,7 +134,7 @@ impl OutOfMemory {
         }
     }
 
-    /// How to raise the limit by this number of bytes.
+    /// Advises how to raise the limit by this number of bytes.
     fn raise(&self, bytes: u64) -> String {
         let raised = self.limit.unwrap_or_default().saturating_add(bytes);
         format!(
@@ -143,7 +143,7 @@ impl OutOfMemory {
         )
     }
 
-    /// What others on the device have to do until this number of bytes more is free.
+    /// Advises how other users of the device can free this number of bytes.
     fn others_advice(&self, lacking: u64) -> String {
         format!(
             "Others hold {} of the device, and {} more have to be free: end other processes, or have other allocators \
@@ -154,7 +154,7 @@ impl OutOfMemory {
         )
     }
 
-    /// What may be changed about the headroom, if the device has memory free that only this keeps.
+    /// Advises how to change the headroom, if the device has free memory that only the headroom keeps.
     fn headroom_advice(&self) -> String {
         match self.headroom {
             0 => String::new(),
@@ -214,7 +214,7 @@ impl OutOfMemory {
         parts.join(" ")
     }
 
-    /// The blocks beside the holes and those that pin memory, a few.
+    /// Lists some of the blocks next to the holes, and of those that pin memory.
     fn bounding_blocks(&self) -> String {
         let bounds = self.holes.iter().flat_map(|hole| [hole.before, hole.after]);
         let mut blocks: Vec<u64> = bounds.flatten().collect();
@@ -225,14 +225,13 @@ impl OutOfMemory {
         blocks.collect::<Vec<_>>().join(", ")
     }
 
-    /// Live bytes of none of the holders.
+    /// Returns the live bytes that none of the listed holders has.
     fn other_live(&self) -> u64 {
         let listed: u64 = self.holders.iter().map(|holder| holder.bytes).sum();
         self.live().saturating_sub(listed)
     }
 
-    /// Everything that is known, in lines: the headline, the advice, who holds the memory, how it is divided, and the
-    /// holes at last.
+    /// Returns the full report in lines: the headline, the advice, the holders of memory, its division, and the holes.
     pub fn report(&self) -> String {
         let mut text = self.headline();
         text.push('\n');
@@ -316,8 +315,8 @@ impl OutOfMemory {
         text
     }
 
-    /// The content of [`report`](Self::report) as a JSON object: `schema` is `cualloc.out_of_memory.2`, amounts are
-    /// bytes, what is not known is `null`.
+    /// Returns the content of [`report`](Self::report) as a JSON object: `schema` is `cualloc.out_of_memory.2`, amounts
+    /// are in bytes, unknown values are `null`.
     pub fn to_json(&self) -> String {
         let bound = self.named_bound();
         let holders = list(&self.holders, |holder| {
@@ -425,7 +424,7 @@ fn list<T>(items: &[T], one: impl Fn(&T) -> String) -> String {
     format!("[{}]", items.join(","))
 }
 
-/// A text as JSON has it.
+/// Quotes a text for JSON.
 fn quote(text: &str) -> String {
     let mut quoted = String::from('"');
     for character in text.chars() {

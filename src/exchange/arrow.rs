@@ -81,13 +81,13 @@ const _: () = {
     assert!(size_of::<Fields>() == size_of::<FFI_ArrowArray>());
 };
 
-// SAFETY: by the contract of whoever filled it any thread may read it and release it.
+// SAFETY: by the contract of its producer any thread may read it and release it.
 unsafe impl Send for ArrowDeviceArray {}
 // SAFETY: shared access only reads.
 unsafe impl Sync for ArrowDeviceArray {}
 
-/// The fields of an array, by the interface's definition: the accessors of [`FFI_ArrowArray`] panic on
-/// structures that are not as they should be.
+/// The fields of an array, as the interface defines them: the accessors of [`FFI_ArrowArray`] panic on malformed
+/// structures.
 #[repr(C)]
 struct Fields {
     length: i64,
@@ -102,20 +102,20 @@ struct Fields {
     private_data: *mut c_void,
 }
 
-/// What an export keeps.
+/// The data that an export keeps.
 struct Export {
     release: Option<unsafe extern "C" fn(*mut FFI_ArrowArray)>,
     private_data: *mut c_void,
-    /// What the consumer's pointer leads to.
+    /// The target of the consumer's pointer.
     handle: sys::CUevent,
     event: Option<Event>,
     shared: Arc<Shared>,
 }
 
-/// The callback of exports: never unwinds, any thread may call it.
+/// The callback of exports: never unwinds, may be called from any thread.
 ///
 /// # Safety
-/// `array` is null or an export of [`Tensor::to_arrow`] that is not released.
+/// `array` is null or an unreleased export of [`Tensor::to_arrow`].
 unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
     // SAFETY: the caller's contract.
     let Some(array) = (unsafe { array.as_mut() }) else {
@@ -134,13 +134,13 @@ unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
             array.set_release(export.release);
         }
         if let Some(inner) = export.release {
-            // SAFETY: the array is as it was made; its own callback marks it as released.
+            // SAFETY: the array is unchanged; its own callback marks it as released.
             unsafe { inner(array) }
         }
         drop(export.event.take());
         drop(export);
     });
-    // SAFETY: whatever happened, it is not to be called again.
+    // SAFETY: in every case it must not be called again.
     unsafe {
         array.set_release(None);
         array.set_private_data(ptr::null_mut());
@@ -148,7 +148,7 @@ unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
 }
 
 impl ArrowDeviceArray {
-    /// A structure without an array: to be filled by a producer.
+    /// Creates a structure without an array, to be filled by a producer.
     pub fn empty() -> Self {
         ArrowDeviceArray {
             array: FFI_ArrowArray::empty(),
@@ -159,9 +159,9 @@ impl ArrowDeviceArray {
         }
     }
 
-    /// Takes it apart: the array, which is released on drop, the device's ordinal and type (2 is CUDA device
-    /// memory), and null, or where the handle of an event (`CUevent`) stands that is recorded behind the work
-    /// which fills the array. The event lives as long as the array is not released.
+    /// Splits it into the array, which is released on drop, the device's ordinal and type (2 is CUDA device memory),
+    /// and null or a pointer to the handle of an event (`CUevent`) recorded after the work that fills the array. The
+    /// event lives until the array is released.
     pub fn into_parts(self) -> (FFI_ArrowArray, i64, i32, *mut c_void) {
         let ArrowDeviceArray {
             array,
@@ -173,21 +173,21 @@ impl ArrowDeviceArray {
         (array, device_id, device_type, sync_event)
     }
 
-    /// Moves an array out of a structure of C's, which is marked as released.
+    /// Moves an array out of a C structure, which is marked as released.
     ///
     /// # Safety
-    /// `raw` points to a structure that is initialised and writable. What it says about the memory and the event
-    /// is true until the array is released, which any thread may do. An array does not say of what type its
-    /// elements are: it is given to nobody who makes a tensor of larger ones of it. Safe code may read the memory
-    /// ([`Tensor::from_arrow`]): what others do with it until then is over or in order by what is said of [`Peer`],
-    /// as in [`Dlpack::from_raw`](super::Dlpack::from_raw).
+    /// `raw` points to an initialised and writable structure. Its description of the memory and the event holds until
+    /// the array is released, which any thread may do. An array does not specify the type of its elements: it is never
+    /// converted to a tensor with larger elements than it has. Safe code may read the memory ([`Tensor::from_arrow`]):
+    /// the accesses of others until then are complete, or ordered as described at [`Peer`], as for
+    /// [`Dlpack::from_raw`](super::Dlpack::from_raw).
     pub unsafe fn from_raw(raw: *mut ArrowDeviceArray) -> Self {
         // SAFETY: the caller's contract.
         unsafe { raw.replace(ArrowDeviceArray::empty()) }
     }
 
-    /// Moves the array into a structure of C's, whose former contents are overwritten without being
-    /// released. Whoever has the structure calls its release callback once.
+    /// Moves the array into a C structure, whose former contents are overwritten without being released. The owner of
+    /// the structure calls its release callback once.
     ///
     /// # Safety
     /// `raw` is aligned and writable.
@@ -201,7 +201,7 @@ impl ArrowDeviceArray {
         std::mem::replace(self, ArrowDeviceArray::empty())
     }
 
-    /// Whether there is no array in it.
+    /// Whether it contains no array.
     pub fn is_released(&self) -> bool {
         self.array.is_released()
     }
@@ -212,24 +212,24 @@ impl ArrowDeviceArray {
     }
 
     fn fields(&self) -> &Fields {
-        // SAFETY: both structures are laid out as the interface defines it.
+        // SAFETY: both structures have the layout that the interface defines.
         unsafe { &*ptr::from_ref(&self.array).cast::<Fields>() }
     }
 
-    /// The memory under it, if it is an export of this crate (of this copy of it in the process).
+    /// Returns the memory under it, if it is an export of this copy of the crate in the process.
     fn own_memory(&self) -> Option<Arc<Shared>> {
         let fields = self.fields();
         let ours: unsafe extern "C" fn(*mut FFI_ArrowArray) = release;
         if !fields.release.is_some_and(|r| ptr::fn_addr_eq(r, ours)) {
             return None;
         }
-        // SAFETY: the callback is ours, so the private data is the box of an export, alive as the array
-        // is.
+        // SAFETY: the callback is that of this crate, so the private data is the box of an export, alive while the
+        // array is.
         NonNull::new(fields.private_data.cast::<Export>())
             .map(|export| Arc::clone(unsafe { &(*export.as_ptr()).shared }))
     }
 
-    /// Checks everything that a tensor needs.
+    /// Checks all requirements of a tensor.
     fn describe(&self, dtype: DType, device: &Device) -> Result<Described, ImportFault> {
         let fields = self.fields();
         if fields.release.is_none() {
@@ -271,7 +271,7 @@ impl ArrowDeviceArray {
             .ok()
             .and_then(|offset| offset.checked_mul(dtype.bytes() as u64));
         let (data, offset) = match fields.length {
-            // What the buffer of an empty array points to means nothing.
+            // The pointer of an empty array's buffer has no meaning.
             0 => (0, (Some(0), 0)),
             _ => (data as u64, (offset, shown)),
         };
@@ -281,13 +281,13 @@ impl ArrowDeviceArray {
         })
     }
 
-    /// Lets a stream wait for the array's event.
+    /// Makes a stream wait for the array's event.
     fn wait(&self, stream: &Stream) -> Result<(), Error> {
         let at = self.sync_event.cast::<sys::CUevent>();
         if at.is_null() {
             return Ok(());
         }
-        // SAFETY: by the contract of `from_raw` a handle stands there, that of a live event.
+        // SAFETY: by the contract of `from_raw` the pointer refers to the handle of a live event.
         let event = unsafe { Event::from_raw(stream.context(), at.read_unaligned()) };
         capture::refuse_capture(stream)?;
         Ok(stream.wait(&event)?)
@@ -295,16 +295,16 @@ impl ArrowDeviceArray {
 }
 
 impl Tensor {
-    /// Exports a column as an Arrow array without nulls, with an event that stands for everything the
-    /// tensor's stream was given so far. Consumers wait for the event in any case; the peer says how
-    /// the end of their use is found out. Does not wait.
+    /// Exports a column as an Arrow array without nulls, with an event that covers all work submitted to the tensor's
+    /// stream so far. Consumers always wait for the event; the peer determines how the end of their use is detected.
+    /// Does not wait.
     ///
-    /// The array's type is [`DType::arrow_field`]'s.
+    /// The array's type is that of [`DType::arrow_field`].
     ///
     /// # Errors
-    /// [`InvalidArgument::Dimensions`] and [`InvalidArgument::Strided`] for anything but elements of one dimension
-    /// that follow each other; [`Error::NotSupported`] for types that Arrow does not have and for memory of the
-    /// host; [`Error::Capturing`]; driver errors.
+    /// [`InvalidArgument::Dimensions`] and [`InvalidArgument::Strided`] unless the elements are one-dimensional and
+    /// contiguous; [`Error::NotSupported`] for types that Arrow does not have and for host memory;
+    /// [`Error::Capturing`]; driver errors.
     pub fn to_arrow(&self, peer: &Peer) -> Result<ArrowDeviceArray, Error> {
         let rows = self.rows()?;
         if rows > 1 && self.strides() != [1] {
@@ -318,7 +318,7 @@ impl Tensor {
             None
         } else {
             capture::refuse_capture(self.shared.stream())?;
-            // The event says that all of it is done, whatever the consumer's own stream waits for.
+            // The event covers all of it, whatever the consumer's own stream waits for.
             self.shared.gather()?;
             let home = self.shared.stream();
             let event = home.context().enter()?.create_event()?;
@@ -327,14 +327,13 @@ impl Tensor {
         };
         let buffer = match NonNull::new(ptr::with_exposed_provenance_mut::<u8>(self.ptr() as usize))
         {
-            // SAFETY: nobody reads a device's buffer on the host; the export below keeps the memory.
+            // SAFETY: device memory is not read on the host; the export below keeps it alive.
             Some(start) => unsafe {
                 Buffer::from_custom_allocation(start, self.byte_len(), Arc::new(()))
             },
             None => Buffer::from(Vec::<u64>::new()),
         };
-        // SAFETY: one buffer of so many elements and no nulls is what a primitive array has; nothing
-        // of it is read.
+        // SAFETY: a primitive array has one buffer of this many elements and no nulls; its contents are not read.
         let data =
             unsafe { ArrayData::new_unchecked(kind, rows, Some(0), None, 0, vec![buffer], vec![]) };
         let mut array = FFI_ArrowArray::new(&data);
@@ -346,8 +345,7 @@ impl Tensor {
             event,
             shared: Arc::clone(&self.shared),
         }));
-        // SAFETY: the box was made above. The callback fits it, and hands on to the pair that it
-        // replaces.
+        // SAFETY: the box was created above. The callback belongs to it, and forwards to the pair that it replaces.
         let handle = unsafe {
             array.set_private_data(export.cast());
             array.set_release(Some(release));
@@ -367,14 +365,12 @@ impl Tensor {
         })
     }
 
-    /// Makes a tensor of an array of a given type ([`DType::from_arrow_field`]), for use on a stream of the
-    /// array's device, which waits for the array's event. The tensor is read-only, as arrays are. Does not wait
-    /// on the host.
+    /// Imports an array of a given type ([`DType::from_arrow_field`]) as a tensor, for use on a stream of the array's
+    /// device, which waits for the array's event. The tensor is read-only, as arrays are. Does not wait on the host.
     ///
     /// # Errors
-    /// [`Error::Import`] for an array that is not what a tensor needs, or one of ours that has fewer
-    /// bytes than so many elements of the type, before any driver call; [`Error::Capturing`]; driver
-    /// errors. With the array.
+    /// [`Error::Import`] for an unsuitable array, or one of our own with fewer bytes than that many elements of the
+    /// type, before any driver call; [`Error::Capturing`]; driver errors. They return the array.
     pub fn from_arrow(
         array: ArrowDeviceArray,
         dtype: DType,
@@ -390,7 +386,7 @@ impl Tensor {
 }
 
 impl DType {
-    /// How Arrow stores the type: truth values in a byte each. None if it does not have it.
+    /// Returns Arrow's storage type: one byte for a truth value. None if Arrow has no such type.
     fn arrow_type(self) -> Option<DataType> {
         Some(match self {
             DType::Bool | DType::I8 => DataType::Int8,
@@ -408,9 +404,9 @@ impl DType {
         })
     }
 
-    /// A field of this type, without nulls; `FFI_ArrowSchema` can be made of it. None if Arrow does not have the
-    /// type. Truth values, which Arrow's own type would pack into bits, are of the canonical extension type
-    /// `arrow.bool8`.
+    /// Returns a field of this type, without nulls; it can be converted to `FFI_ArrowSchema`. None if Arrow does not
+    /// have the type. Truth values use the canonical extension type `arrow.bool8`, since Arrow's own type packs them
+    /// into bits.
     pub fn arrow_field(self, name: impl Into<String>) -> Option<Field> {
         let field = Field::new(name, self.arrow_type()?, false);
         if self != DType::Bool {
@@ -424,7 +420,7 @@ impl DType {
         )
     }
 
-    /// The type of a field; none if tensors do not have it.
+    /// Returns the type of a field; none if tensors do not support it.
     pub fn from_arrow_field(field: &Field) -> Option<DType> {
         let bool8 = field.metadata().get(EXTENSION_NAME).map(String::as_str) == Some(BOOL8);
         DType::ALL.iter().copied().find(|dtype| {

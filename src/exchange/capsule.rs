@@ -1,4 +1,4 @@
-//! DLPack tensors with an owner, of the legacy and of the versioned form.
+//! DLPack tensors with an owner, in the legacy and in the versioned form.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::{self, NonNull};
@@ -17,11 +17,11 @@ use super::shared::Shared;
 
 /// The two forms of a managed tensor. Sealed.
 pub trait Managed: sealed::Form + Sized + 'static {
-    /// The name of a Python capsule that holds one.
+    /// The name of a Python capsule that holds a tensor of this form.
     const CAPSULE: &'static CStr;
     /// The name that a consumer gives the capsule when it takes the tensor over.
     const USED_CAPSULE: &'static CStr;
-    /// Whether the form can say that writing is forbidden.
+    /// Whether the form has a flag for read-only tensors.
     const SAYS_READ_ONLY: bool;
 
     #[doc(hidden)]
@@ -32,7 +32,7 @@ pub trait Managed: sealed::Form + Sized + 'static {
     fn deleter(&self) -> Option<Deleter<Self>>;
     #[doc(hidden)]
     fn version(&self) -> Option<DLPackVersion>;
-    /// Flags and tensor, of a version that is known.
+    /// Returns flags and tensor, if the version is supported.
     #[doc(hidden)]
     fn contents(&self) -> (u64, DLTensor);
 }
@@ -108,7 +108,7 @@ impl Managed for DLManagedTensorVersioned {
     }
 }
 
-/// An export: everything that its structure points to, in one box, which `manager_ctx` names.
+/// An export: one box, named by `manager_ctx`, with everything that its structure points to.
 struct Export<M> {
     managed: Option<M>,
     /// The shape, then the strides.
@@ -116,10 +116,10 @@ struct Export<M> {
     shared: Arc<Shared>,
 }
 
-/// The deleter of exports. Null is allowed, any thread may call it, and it never unwinds.
+/// The deleter of exports. Null is allowed; any thread may call it, and it never unwinds.
 ///
 /// # Safety
-/// `managed` is null or of [`Dlpack::export`] and was not deleted yet.
+/// `managed` is null, or comes from [`Dlpack::export`] and was not deleted yet.
 unsafe extern "C-unwind" fn delete<M: Managed>(managed: *mut M) {
     // SAFETY: the caller's contract.
     let Some(managed) = (unsafe { managed.as_ref() }) else {
@@ -136,8 +136,8 @@ unsafe extern "C-unwind" fn delete<M: Managed>(managed: *mut M) {
 
 /// A managed tensor with an owner: released on drop, by its own deleter, exactly once.
 ///
-/// `M` is [`DLManagedTensor`], the legacy form, or [`DLManagedTensorVersioned`]. `Send` and `Sync`: the
-/// specification lets deleters be called from any thread, and nothing here is written after it was made.
+/// `M` is [`DLManagedTensor`], the legacy form, or [`DLManagedTensorVersioned`]. `Send` and `Sync`: the specification
+/// allows deleters to be called from any thread, and nothing is written after creation.
 ///
 /// ```
 /// # #[cfg(feature = "sim")] {
@@ -176,8 +176,8 @@ unsafe impl<M: Managed> Sync for Dlpack<M> {}
 impl<M: Managed> Dlpack<M> {
     /// The name of a Python capsule that holds a tensor of this form.
     pub const CAPSULE: &'static CStr = M::CAPSULE;
-    /// The name that a consumer gives the capsule when it takes the tensor over: whose name it is has nothing to
-    /// release.
+    /// The name that a consumer gives the capsule when it takes the tensor over: a capsule with this name has nothing
+    /// to release.
     pub const USED_CAPSULE: &'static CStr = M::USED_CAPSULE;
 
     /// Takes over a tensor.
@@ -186,29 +186,29 @@ impl<M: Managed> Dlpack<M> {
     /// [`ImportFault::Null`].
     ///
     /// # Safety
-    /// The structure is valid (of a version that is not known, its fields before `flags`) and nobody else uses or
-    /// deletes it from now on. What it says about its memory is true until its deleter is called, which any
-    /// thread may do. Shape and strides have `ndim` numbers where they are not null.
+    /// The structure is valid (for an unknown version, its fields before `flags`), and other code neither uses nor
+    /// deletes it from now on. Its description of the memory holds until its deleter is called, which any thread may
+    /// do. Shape and strides have `ndim` numbers unless they are null.
     ///
-    /// Safe code may read and write the memory through [`Tensor::from_dlpack`](super::Tensor::from_dlpack), for
-    /// which it names a stream and a [`Peer`](super::Peer): what others do with the memory until the deleter is
-    /// called is in order with that stream by what is said there, or over.
+    /// Safe code may read and write the memory through [`Tensor::from_dlpack`](super::Tensor::from_dlpack), which takes
+    /// a stream and a [`Peer`](super::Peer): all accesses of others until the deleter is called are complete, or
+    /// ordered with that stream as the peer describes.
     pub unsafe fn from_raw(raw: *mut M) -> Result<Self, Error> {
         Ok(Dlpack(NonNull::new(raw).ok_or(ImportFault::Null)?))
     }
 
-    /// Gives up ownership: the holder of the result calls its deleter once, from any thread. The tensor's memory
-    /// stays in use until then.
+    /// Gives up ownership: the holder of the result calls its deleter once, from any thread. Until then the tensor's
+    /// memory stays in use.
     pub fn into_raw(self) -> *mut M {
         let raw = self.0.as_ptr();
         std::mem::forget(self);
         raw
     }
 
-    /// The tensor itself.
+    /// Returns the tensor itself.
     ///
     /// # Errors
-    /// [`ImportFault::Version`] if the layout is not known.
+    /// [`ImportFault::Version`] for an unknown layout.
     pub fn tensor(&self) -> Result<DLTensor, Error> {
         Ok(self.contents()?.1)
     }
@@ -223,12 +223,12 @@ impl<M: Managed> Dlpack<M> {
     }
 
     fn managed(&self) -> &M {
-        // SAFETY: alive by the contract of `from_raw`. What is read of a version that is not known stands where it
-        // does in every version.
+        // SAFETY: alive by the contract of `from_raw`. For an unknown version only fields are read whose offset is the
+        // same in every version.
         unsafe { self.0.as_ref() }
     }
 
-    /// Makes an export of a tensor whose first element is at `ptr`.
+    /// Exports a tensor whose first element is at `ptr`.
     pub(super) fn export(
         shared: Arc<Shared>,
         ptr: sys::CUdeviceptr,
@@ -238,11 +238,11 @@ impl<M: Managed> Dlpack<M> {
         read_only: bool,
     ) -> Self {
         let ndim = layout.shape.len();
-        // A tensor's bytes are below `isize::MAX`, and so are its lengths.
+        // A tensor's size is below `isize::MAX`, and so are its lengths.
         let shape = layout.shape.iter().map(|len| *len as i64);
         let strides = layout.strides.iter().map(|stride| *stride as i64);
         let device = match shared.is_host() {
-            // Of no device, for which the specification has this number.
+            // Host memory belongs to no device; the specification defines this number for it.
             true => DLDevice {
                 device_type: DLDevice::CUDA_HOST,
                 device_id: 0,
@@ -257,7 +257,7 @@ impl<M: Managed> Dlpack<M> {
             dimensions: shape.chain(strides).collect(),
             shared,
         }));
-        // SAFETY: the box was made above and nobody else knows it.
+        // SAFETY: the box was created above and is not shared yet.
         let Export {
             managed,
             dimensions,
@@ -281,21 +281,21 @@ impl<M: Managed> Dlpack<M> {
         Dlpack(NonNull::from(managed.insert(made)))
     }
 
-    /// The memory under the tensor if it is an export of this crate (of this copy of it in the process).
+    /// Returns the memory under the tensor, if it is an export of this copy of the crate in the process.
     ///
-    /// Two functions may share an address only if they do the same; then the context is what ours expects.
+    /// Two functions share an address only if they are identical; then the context is as this function expects.
     pub(super) fn own_memory(&self) -> Option<Arc<Shared>> {
         let (managed, ours) = (self.managed(), delete::<M> as Deleter<M>);
         if !managed.deleter().is_some_and(|d| ptr::fn_addr_eq(d, ours)) {
             return None;
         }
         let export = NonNull::new(managed.context().cast::<Export<M>>());
-        // SAFETY: the deleter is ours, so the context is the box of an export, alive as the tensor is; it is
-        // shared with nobody who writes to this field.
+        // SAFETY: the deleter is that of this crate, so the context is the box of an export, alive while the tensor is;
+        // this field is not written any more.
         export.map(|export| Arc::clone(unsafe { &(*export.as_ptr()).shared }))
     }
 
-    /// Checks everything that a tensor needs.
+    /// Checks all requirements of a tensor.
     pub(super) fn describe(&self, device: &Device) -> Result<Described, Error> {
         let (flags, tensor) = self.contents()?;
         let DLDevice {
@@ -306,7 +306,7 @@ impl<M: Managed> Dlpack<M> {
         if !host && device_type != DLDevice::CUDA {
             return Err(ImportFault::DeviceType { device_type }.into());
         }
-        // All devices reach the host's.
+        // Host memory is accessible from all devices.
         if !host && device_id != device.raw() {
             return Err(ImportFault::Device {
                 expected: device.ordinal(),
@@ -322,7 +322,7 @@ impl<M: Managed> Dlpack<M> {
         }
         let numbers = |at: *mut i64| -> Vec<i64> {
             let numbers = (0..ndim).map(|index| at.wrapping_add(index));
-            // SAFETY: so many numbers by the contract of `from_raw`.
+            // SAFETY: the array has this many numbers by the contract of `from_raw`.
             numbers.map(|at| unsafe { at.read_unaligned() }).collect()
         };
         let shape = numbers(tensor.shape);
@@ -348,13 +348,13 @@ impl<M: Managed> Drop for Dlpack<M> {
             return;
         };
         let raw = self.0.as_ptr();
-        // SAFETY: alive and ours by the contract of `from_raw`; deleted here alone.
+        // SAFETY: alive and owned by the contract of `from_raw`; deleted only here.
         guarded("the deleter of a tensor", || unsafe { deleter(raw) });
     }
 }
 
 impl DType {
-    /// The type as DLPack writes it.
+    /// Returns DLPack's encoding of the type.
     pub const fn dlpack(self) -> DLDataType {
         let code = match self {
             DType::I8 | DType::I16 | DType::I32 | DType::I64 => 0,
@@ -372,7 +372,7 @@ impl DType {
         }
     }
 
-    /// The type that DLPack writes so.
+    /// Returns the type with DLPack's encoding.
     ///
     /// # Errors
     /// [`ImportFault::DType`].

@@ -1,8 +1,8 @@
 //! The structures of `dlpack.h`.
 //!
-//! They are declared here: they are few, their layout is fixed for good by their specification (and asserted
-//! below), and a crate for them would put its types and its version into this crate's API. A deleter that is
-//! written in Rust may panic, which ends at the drop that called it.
+//! They are declared here because they are few and their layout is fixed by the specification (and asserted below),
+//! while a separate crate would make its types and its version part of this crate's API. A panic in a deleter written
+//! in Rust ends at the drop that called it.
 
 use std::ffi::c_void;
 
@@ -12,35 +12,35 @@ pub use super::capsule::Managed;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DLPackVersion {
-    /// Rises when the layout changes.
+    /// Incremented when the layout changes.
     pub major: u32,
-    /// Rises when constants are added.
+    /// Incremented when constants are added.
     pub minor: u32,
 }
 
 impl DLPackVersion {
-    /// The version that exports follow. Tensors of another major version are refused.
+    /// The version of exports. Tensors of another major version are rejected.
     pub const CURRENT: DLPackVersion = DLPackVersion { major: 1, minor: 1 };
 }
 
-/// Where memory is.
+/// The location of memory.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DLDevice {
     /// [`CUDA`](Self::CUDA), [`CUDA_HOST`](Self::CUDA_HOST) or another.
     pub device_type: i32,
-    /// Ordinal; 0 for memory of the host.
+    /// Ordinal; 0 for host memory.
     pub device_id: i32,
 }
 
 impl DLDevice {
     /// The type of CUDA device memory.
     pub const CUDA: i32 = 2;
-    /// The type of page-locked memory of the host.
+    /// The type of page-locked host memory.
     pub const CUDA_HOST: i32 = 3;
 }
 
-/// What elements are.
+/// The element type.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DLDataType {
@@ -48,7 +48,7 @@ pub struct DLDataType {
     pub code: u8,
     /// Bits of a lane.
     pub bits: u8,
-    /// 1 unless elements are vectors.
+    /// 1 unless the elements are vectors.
     pub lanes: u16,
 }
 
@@ -58,17 +58,17 @@ pub struct DLDataType {
 pub struct DLTensor {
     /// The memory.
     pub data: *mut c_void,
-    /// Where it is.
+    /// Its location.
     pub device: DLDevice,
-    /// Dimensions.
+    /// Number of dimensions.
     pub ndim: i32,
     /// Element type.
     pub dtype: DLDataType,
     /// One length per dimension.
     pub shape: *mut i64,
-    /// One distance per dimension, in elements; null for elements that follow each other, the last dimension the fastest.
+    /// One stride per dimension, in elements; null for contiguous elements with the last dimension fastest.
     pub strides: *mut i64,
-    /// From `data` to the first element.
+    /// Offset of the first element from `data`, in bytes.
     pub byte_offset: u64,
 }
 
@@ -78,7 +78,7 @@ pub struct DLTensor {
 pub struct DLManagedTensor {
     /// The tensor.
     pub dl_tensor: DLTensor,
-    /// The producer's.
+    /// Private data of the producer.
     pub manager_ctx: *mut c_void,
     /// Releases the tensor and this structure.
     pub deleter: Option<unsafe extern "C-unwind" fn(*mut DLManagedTensor)>,
@@ -90,11 +90,11 @@ pub struct DLManagedTensor {
 pub struct DLManagedTensorVersioned {
     /// Version of the layout from `flags` on.
     pub version: DLPackVersion,
-    /// The producer's.
+    /// Private data of the producer.
     pub manager_ctx: *mut c_void,
     /// Releases the tensor and this structure.
     pub deleter: Option<unsafe extern "C-unwind" fn(*mut DLManagedTensorVersioned)>,
-    /// [`READ_ONLY`](Self::READ_ONLY) and others.
+    /// A bit set of [`READ_ONLY`](Self::READ_ONLY) and other flags.
     pub flags: u64,
     /// The tensor.
     pub dl_tensor: DLTensor,

@@ -1,36 +1,36 @@
-//! Shapes and strides, and which memory they reach.
+//! Shapes and strides, and the memory range they cover.
 
 use crate::driver::sys;
 use crate::dtype::DType;
 use crate::error::{Error, ImportFault, InvalidArgument};
 
-/// The most dimensions that a tensor has.
+/// The maximum number of dimensions of a tensor.
 pub(super) const MAXIMUM: usize = 32;
 
-/// Where the elements of a tensor lie, seen from its first one.
+/// The positions of a tensor's elements relative to the first one.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     pub shape: Box<[usize]>,
-    /// Distances in elements.
+    /// Strides in elements.
     pub strides: Box<[isize]>,
 }
 
-/// What an exchange format says of a tensor.
+/// An exchange format's description of a tensor.
 pub(super) struct Described {
     pub dtype: DType,
     pub layout: Layout,
     /// The first element.
     pub ptr: sys::CUdeviceptr,
-    /// The lowest byte that an element has, and how many there are from it on to the highest.
+    /// The lowest byte of any element, and the number of bytes from it to the end of the highest.
     pub start: sys::CUdeviceptr,
     pub bytes: usize,
     pub read_only: bool,
-    /// Whether it is page-locked memory of the host.
+    /// Whether it is page-locked host memory.
     pub host: bool,
 }
 
 impl Layout {
-    /// Elements that follow each other, the last dimension the fastest. Also gives their bytes.
+    /// Creates a contiguous layout with the last dimension fastest. Also returns the size in bytes.
     pub(super) fn compact(dtype: DType, shape: &[usize]) -> Result<(Layout, usize), Error> {
         if shape.len() > MAXIMUM {
             return Err(Error::Invalid(InvalidArgument::Dimensions {
@@ -54,15 +54,15 @@ impl Layout {
         self.shape.iter().product()
     }
 
-    /// Whether the elements follow each other.
+    /// Whether the elements are contiguous.
     pub(super) fn is_compact(&self) -> bool {
         let compact = compact_strides(&self.shape);
         let mut dimensions = self.shape.iter().zip(self.strides.iter().zip(&compact));
         self.len() == 0 || dimensions.all(|(len, (stride, compact))| *len == 1 || stride == compact)
     }
 
-    /// What somebody else says of elements at `data` and `offset` bytes (`shown` as the structure has it;
-    /// none: there is no valid one): checked, so that all of it lies in the address space.
+    /// Checks a foreign description of elements at `data` and `offset` bytes (`shown` as in the structure; none if it
+    /// is invalid), so that all of them lie in the address space.
     pub(super) fn described(
         dtype: DType,
         shape: &[i64],
@@ -116,12 +116,13 @@ impl Layout {
         Ok(described)
     }
 
-    /// The lowest byte of the elements, the first of which is at `address`, and the bytes up to the highest.
+    /// Returns the lowest byte of the elements, the first of which is at `address`, and the number of bytes up to the
+    /// highest.
     fn reach(&self, address: u64, dtype: DType) -> Result<(u64, usize), ImportFault> {
         let size = dtype.bytes() as i128;
         let (mut lowest, mut highest) = (0i128, 0i128);
         for (len, stride) in self.shape.iter().zip(&self.strides) {
-            // No more than 2^126, and 32 of what passes no more than 2^69.
+            // Each is at most 2^126, and 32 terms that pass are at most 2^69.
             let way = (*len as i128 - 1) * *stride as i128;
             if way.abs() * size > i128::from(i64::MAX) {
                 let stride = *stride as i64;
@@ -144,9 +145,9 @@ impl Layout {
     }
 }
 
-/// Bytes of so many elements; the dimension with which no address space has them.
+/// Returns the size of the elements in bytes, or the dimension at which it exceeds any address space.
 fn bytes_of(dtype: DType, shape: &[usize]) -> Result<usize, usize> {
-    // Also where another dimension is empty: who multiplies the lengths does not overflow.
+    // Checked even if another dimension is empty, so that multiplying the lengths cannot overflow.
     let mut bytes = dtype.bytes();
     for (at, len) in shape.iter().enumerate() {
         bytes = (*len).max(1).checked_mul(bytes).ok_or(at)?;
@@ -160,7 +161,7 @@ fn compact_strides(shape: &[usize]) -> Box<[isize]> {
     let mut next = 1;
     for len in shape.iter().rev() {
         strides.push(next);
-        // The bytes of all were found to be below `isize::MAX`.
+        // The total size is known to be below `isize::MAX`.
         next *= (*len).max(1) as isize;
     }
     strides.reverse();

@@ -1,19 +1,19 @@
 //! Tensors and tables in device memory, and their exchange with other libraries.
 //!
-//! A [`Tensor`] is memory of any [`MemoryResource`](crate::resource::MemoryResource), an
-//! [`Allocator`](crate::Allocator) for one, or was imported from somebody else; its elements are of a type
-//! known at run time. A [`Table`] is tensors of one dimension, its columns, with a row count that lives on
-//! the device. They go out and come in as DLPack tensors ([`Dlpack`], of the legacy and of the versioned
-//! form) and, with the feature `arrow`, as Arrow C Device arrays (`ArrowDeviceArray`), without a copy.
+//! A [`Tensor`] is memory of any [`MemoryResource`](crate::resource::MemoryResource), such as an
+//! [`Allocator`](crate::Allocator), or imported memory, with elements of a type known at run time. A [`Table`] consists
+//! of one-dimensional tensors, its columns, and a row count stored on the device. Both are exchanged without copies as
+//! DLPack tensors ([`Dlpack`], in the legacy and in the versioned form) and, with the feature `arrow`, as Arrow C
+//! Device arrays (`ArrowDeviceArray`).
 //!
-//! # Who may use what when
-//! Every exchange orders the streams that take part, or the other side says that it does so itself: what it
-//! says is a [`Peer`]. Memory that went out is reused only when the consumer has released it and its work is
-//! done; memory that came in is released to its producer only when our work is done, or in its order.
+//! # Ordering
+//! Every exchange orders the streams involved, unless the other side does so itself, as described by a [`Peer`].
+//! Exported memory is reused only when the consumer has released it and its work is complete. Imported memory is
+//! released to its producer only when our work is complete, or in stream order.
 //!
 //! # Identity
-//! [`Tensor::id`] names the block under a tensor, also when the tensor went out and came back through an
-//! export; [`Tensor::is_external`] says that the memory is somebody else's.
+//! [`Tensor::id`] identifies the block under a tensor, even after an export and reimport; [`Tensor::is_external`]
+//! reports foreign memory.
 
 #[cfg(feature = "arrow")]
 mod arrow;

@@ -1,19 +1,20 @@
-//! The other side of an exchange, and who waits for whom.
+//! The other side of an exchange, and the waits between both sides.
 
 use crate::driver::{Context, Stream, StreamKind, sys};
 use crate::error::{Error, StreamMisuse};
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
-/// The other side of an exchange: which stream waits for which, and what the release waits for.
+/// The other side of an exchange: determines which stream waits for which, and what the release waits for.
 ///
-/// The consumer's work must come after what the producer did to the memory, and the memory must not be reused
-/// before that work is done, though the consumer may release it while the work is still queued. Each kind of
-/// peer sees to both:
+/// The consumer's work must come after the producer's, and the memory must not be reused before that work is complete,
+/// although the consumer may release the memory while the work is still queued. Each kind of peer ensures both:
 ///
 /// | | an export | an import |
 /// |---|---|---|
-/// | [`on`](Self::on) a stream | the stream waits for the tensor's; the memory is reused when the stream is done with what it was given until the release | the importing stream waits for it; when the tensor is dropped, it waits for the tensor's streams |
+/// | [`on`](Self::on) a stream | the stream waits for the tensor's; the memory is reused after all work submitted to
+/// the stream before the release | the importing stream waits for it; when the tensor is dropped, it waits for the
+/// tensor's streams |
 /// | [`starting_on`](Self::starting_on) a stream | the stream waits for the tensor's; the last release waits on the host for all work of the two contexts | the importing stream waits for it; the drop waits for the tensor's streams on the host |
 /// | [`ordered`](Self::ordered) | nothing is queued; the last release waits on the host for all work of the context | nothing is queued; the drop waits as above |
 ///
@@ -29,39 +30,39 @@ pub(super) enum Kind {
 }
 
 impl Peer {
-    /// The other side works on this stream alone, and nothing waits on the host. A borrowed stream must outlive
-    /// what is exchanged or be retired ([`Allocator::retire`](crate::Allocator::retire), of any allocator) before it is
+    /// The other side works on this stream only, and nothing waits on the host. A borrowed stream must outlive the
+    /// exchanged memory or be retired ([`Allocator::retire`](crate::Allocator::retire), of any allocator) before it is
     /// destroyed: page-locked and imported memory then waits on the host for all work of the stream's context.
     pub fn on(stream: &Stream) -> Peer {
         Peer(Kind::On(stream.clone()))
     }
 
-    /// The other side starts on this stream, which may be gone when the memory is released, and others may be
-    /// in use by then.
+    /// The other side starts on this stream. When the memory is released, the stream may no longer exist, and other
+    /// streams may use the memory.
     pub fn starting_on(stream: &Stream) -> Peer {
         Peer(Kind::StartingOn(stream.clone()))
     }
 
-    /// The other side sees to the order when it starts. Our own memory that comes back is ordered behind its
-    /// home all the same.
+    /// The other side establishes the order at the start. Our own memory that comes back is still ordered after its
+    /// home.
     ///
     /// # Safety
-    /// Of an export: the consumer lets its work wait for what the tensor's stream was given before. Of an
-    /// import: the producer let the importing stream wait for its work, or that is over.
+    /// For an export: the consumer makes its work wait for the work submitted to the tensor's stream before. For an
+    /// import: the producer made the importing stream wait for its work, or that work is complete.
     pub unsafe fn ordered() -> Peer {
         Peer(Kind::Ordered)
     }
 
-    /// The consumer that gives this `stream` argument to Python's `__dlpack__`: none and 1 are the legacy
-    /// default stream of `context`, 2 the calling thread's own in it, -1 asks for no order, anything else is a
-    /// handle, which is used in this exchange only.
+    /// Creates the peer for a consumer that passes this `stream` argument to Python's `__dlpack__`: none and 1 mean the
+    /// legacy default stream of `context`, 2 the calling thread's own in it, -1 requests no order, and any other value
+    /// is a handle, which is used in this exchange only.
     ///
     /// # Errors
     /// [`StreamMisuse::NotAStream`] for 0 and other negative numbers; driver errors.
     ///
     /// # Safety
-    /// A handle is a live stream of a context of the device until the exchange has been made. For -1 the
-    /// contract of [`ordered`](Self::ordered).
+    /// A handle is a live stream of a context of the device until the exchange has been made. For -1 the contract of
+    /// [`ordered`](Self::ordered) applies.
     pub unsafe fn from_protocol(context: &Context, stream: Option<i64>) -> Result<Peer, Error> {
         let raw = match stream {
             // SAFETY: the caller's contract.
@@ -75,13 +76,13 @@ impl Peer {
         let stream = unsafe { Stream::from_raw(context, raw) }?;
         Ok(Peer(match stream.kind() {
             StreamKind::Borrowed => Kind::StartingOn(stream),
-            // These are never destroyed.
+            // These streams are never destroyed.
             _ => Kind::On(stream),
         }))
     }
 }
 
-/// Lets everything that `later` is given from now on come after everything that `earlier` was given so far.
+/// Orders everything submitted to `later` from now on after everything submitted to `earlier` so far.
 pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), Error> {
     if earlier.id()? == later.id()? {
         return Ok(());
@@ -91,10 +92,10 @@ pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), Error> {
     Ok(order::order(earlier, later, &EventPools::default())?)
 }
 
-/// Waits on the host until everything that the stream with this id was given is over, done or failed.
+/// Waits on the host until all work submitted to the stream with this id has ended, successfully or not.
 pub(super) fn wait_until_over(stream: &Stream, id: u64) -> Result<(), Error> {
     if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != id {
-        // Here the handle means another thread's stream than the one that was meant.
+        // On this thread the handle means another thread's stream than the intended one.
         return Ok(order::wait_until_idle(stream.context())?);
     }
     capture::refuse_capture(stream)?;

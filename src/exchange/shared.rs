@@ -1,4 +1,4 @@
-//! Memory that a tensor shares with its exports, and the end of its life.
+//! Memory that a tensor shares with its exports, and its release.
 
 use std::sync::Arc;
 
@@ -16,21 +16,21 @@ use super::layout::Described;
 use super::peer::{Kind, Peer, order, wait_until_over};
 use crate::locks::held::Mutex;
 
-/// What keeps memory until its drop.
+/// The owner of the memory.
 pub(super) type Kept = Box<dyn Send + Sync>;
 
-/// Whose the memory is.
+/// The kind of memory.
 enum Holder {
-    /// Memory of the device, ours or imported: a [`Memory`] sees to the order of all that is done to it.
+    /// Device memory, our own or imported: [`Memory`] orders all operations on it.
     Device(Memory),
-    /// Page-locked memory of our own, which no stream of ours uses, and the streams that use it until it goes.
+    /// Our own page-locked memory, which no stream of ours uses, and the streams that use it until it is freed.
     Host(HostBlock, Mutex<Vec<KeptStream>>),
     /// No memory at all.
     Kept(#[expect(dead_code, reason = "kept for its drop")] Kept),
 }
 
-/// Memory with the stream in whose order it is used. A tensor and its exports share it, and so do the tensors
-/// that are made of these in this process; the last one frees it.
+/// Memory with the stream in whose order it is used. It is shared by a tensor, its exports, and the tensors imported
+/// from these in this process; the last one frees it.
 pub(super) struct Shared {
     holder: Option<Holder>,
     stream: Stream,
@@ -38,22 +38,21 @@ pub(super) struct Shared {
     bytes: usize,
     external: bool,
     host: bool,
-    /// Contexts of users whose streams are not known: the end waits for all their work.
+    /// Contexts of users whose streams are unknown: the release waits for all their work.
     untracked: Mutex<Vec<Context>>,
 }
 
-/// What was imported. Its drop lets the producer have it back, after all work of the home, which waits for
-/// every other use.
+/// Imported memory. Dropping it returns it to the producer after all work of the home, which waits for every other use.
 struct Import {
     kept: Option<Kept>,
     home: KeptStream,
-    /// The home's id; of a per-thread default stream that of the thread which imported.
+    /// The home's id; for a per-thread default stream, that of the importing thread.
     home_id: u64,
     producer: Option<KeptStream>,
 }
 
 impl Import {
-    /// The producer's stream waits for the home in our place, or else the host does.
+    /// The producer's stream, which waits for the home; otherwise the host does.
     fn order_home(&self) -> Result<(), Error> {
         self.home.with(|home| match home {
             Some(home) if self.producer_waits_for(home) => Ok(()),
@@ -62,7 +61,7 @@ impl Import {
         })
     }
 
-    /// Lets the producer's stream wait for the home, if both can be named. Whether it does.
+    /// Makes the producer's stream wait for the home if both handles are valid here. Returns whether it does.
     fn producer_waits_for(&self, home: &Stream) -> bool {
         // The handle of a per-thread default stream may mean another stream by now.
         let fixed = |stream: &&Stream| stream.kind() != StreamKind::PerThreadDefault;
@@ -79,7 +78,7 @@ impl Import {
 impl Drop for Import {
     fn drop(&mut self) {
         let kept = self.kept.take();
-        // A refusal may be over at once, and nobody can try later.
+        // A failure may be transient, and there is no later chance to retry.
         match self.order_home().or_else(|_| self.order_home()) {
             Ok(()) => drop(kept),
             Err(error) => {
@@ -108,7 +107,7 @@ impl Shared {
         Arc::new(Shared::new(None, stream, 0, 0))
     }
 
-    /// The first `bytes` of a buffer's memory.
+    /// Creates the memory of the first `bytes` of a buffer.
     pub(super) fn of_memory(memory: Memory, bytes: usize) -> Arc<Shared> {
         let (stream, start) = (memory.stream().clone(), memory.ptr());
         let external = matches!(memory.owner(), Owner::Foreign(_));
@@ -118,7 +117,7 @@ impl Shared {
         Arc::new(shared)
     }
 
-    /// Page-locked memory of our own.
+    /// Creates our own page-locked memory.
     pub(super) fn pinned(
         block: HostBlock,
         start: u64,
@@ -131,15 +130,15 @@ impl Shared {
         Arc::new(shared)
     }
 
-    /// Gets a stream ready for memory that is about to be imported: orders it after the producer, and after
-    /// the home of our own memory come back (`returned`), whose owner is told of the new user.
+    /// Prepares a stream for memory that is about to be imported: orders it after the producer and, for our own memory
+    /// that comes back (`returned`), after the memory's home, and reports the new user to its owner.
     pub(super) fn expect(
         returned: Option<&Shared>,
         described: &Described,
         stream: &Stream,
         peer: &Peer,
     ) -> Result<(), Error> {
-        // An array does not say of what type its elements are, and whoever imports it may be wrong.
+        // An array does not specify the type of its elements, so the importer may be wrong about it.
         if let Some(shared) = returned
             && !shared.contains(described.start, described.bytes)
         {
@@ -154,7 +153,7 @@ impl Shared {
             order(earlier, stream)?;
         }
         match returned {
-            // Whatever the two sides said of each other: this is ours to see to.
+            // This order is our responsibility, whatever the two sides have agreed on.
             Some(shared) if shared.bytes > 0 => {
                 shared.follow(stream)?;
                 shared.record(stream)
@@ -163,7 +162,7 @@ impl Shared {
         }
     }
 
-    /// Takes over what was imported, after [`expect`](Self::expect).
+    /// Takes over the imported memory, after [`expect`](Self::expect).
     pub(super) fn import(
         kept: impl Send + Sync + 'static,
         described: &Described,
@@ -193,7 +192,7 @@ impl Shared {
         Arc::new(shared)
     }
 
-    /// Whether all of a range is the memory's.
+    /// Whether a whole range belongs to the memory.
     fn contains(&self, ptr: sys::CUdeviceptr, bytes: usize) -> bool {
         let before = ptr.checked_sub(self.start);
         let end = before.and_then(|before| before.checked_add(bytes as u64));
@@ -212,7 +211,7 @@ impl Shared {
         self.host
     }
 
-    /// The memory, if it is a device's.
+    /// Returns the memory, if it is device memory.
     pub(super) fn memory(&self) -> Option<&Memory> {
         match &self.holder {
             Some(Holder::Device(memory)) => Some(memory),
@@ -220,13 +219,13 @@ impl Shared {
         }
     }
 
-    /// The block; none of memory of others.
+    /// Returns the block; none for foreign memory.
     pub(super) fn id(&self) -> Option<BlockId> {
         let memory = self.memory()?;
         memory.owner().identity(memory.stream_id())
     }
 
-    /// Notes that a stream uses the memory until it goes.
+    /// Records that a stream uses the memory until it is freed.
     pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
         let uses = match &self.holder {
             _ if self.bytes == 0 => return Ok(()),
@@ -237,7 +236,7 @@ impl Shared {
         capture::refuse_capture(stream)?;
         let id = stream.id()?;
         if stream.kind() == StreamKind::PerThreadDefault {
-            // Another thread could not name it.
+            // Another thread has no handle for the stream.
             self.lend_untracked(stream.context());
             return Ok(());
         }
@@ -248,7 +247,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Hands the memory to a consumer: orders its stream after ours, and notes its use.
+    /// Passes the memory to a consumer: orders its stream after ours, and records its use.
     pub(super) fn lend(&self, peer: &Peer) -> Result<(), Error> {
         if self.bytes == 0 {
             return Ok(());
@@ -268,20 +267,19 @@ impl Shared {
         Ok(())
     }
 
-    /// Lets the memory's stream, as the calling thread can name it, come after everything that was done to
-    /// the memory.
+    /// Orders the memory's stream, by its handle on the calling thread, after all operations on the memory.
     #[cfg(feature = "arrow")]
     pub(super) fn gather(&self) -> Result<(), Error> {
         self.follow(&self.stream)
     }
 
-    /// Orders a stream after everything that was done to the memory.
+    /// Orders a stream after all operations on the memory.
     fn follow(&self, stream: &Stream) -> Result<(), Error> {
         let Some(memory) = self.memory() else {
             return capture::refuse_capture(stream);
         };
         match memory.prepare_use(stream, Access::ReadWrite) {
-            // Here the handle means this thread's stream, not the one that was meant.
+            // On this thread the handle means this thread's stream, not the intended one.
             Err(Error::Stream(StreamMisuse::WrongThread)) => {
                 Ok(wait_until_idle(self.stream.context())?)
             }
@@ -289,7 +287,7 @@ impl Shared {
         }
     }
 
-    /// Lets everything that is done to the memory from now on come after what a stream was given so far.
+    /// Orders all later operations on the memory after all work submitted to a stream so far.
     pub(super) fn wait_for(&self, stream: &Stream) -> Result<(), Error> {
         match self.memory() {
             Some(memory) => memory.finish_use(stream, Access::ReadWrite),
@@ -297,7 +295,7 @@ impl Shared {
         }
     }
 
-    /// The end waits for a context.
+    /// Makes the release wait for a context.
     pub(super) fn lend_untracked(&self, context: &Context) {
         let mut contexts = process::lock(&self.untracked);
         if contexts.iter().all(|known| known.id() != context.id()) {
@@ -305,7 +303,7 @@ impl Shared {
         }
     }
 
-    /// The memory alone, if it is ours, and nobody else has a part in it.
+    /// Returns the memory itself, if it is our own and not shared.
     pub(super) fn into_memory(self: Arc<Shared>) -> Result<Memory, Arc<Shared>> {
         let ours = !self.external && self.memory().is_some();
         if !ours || !process::lock(&self.untracked).is_empty() {
@@ -326,7 +324,7 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let holder = self.holder.take();
         if process::is_gone() {
-            // Neither the driver nor whoever made the memory can be called here.
+            // Neither the driver nor the producer can be called here.
             return std::mem::forget(holder);
         }
         let mut contexts = std::mem::take(self.untracked.get_mut());
@@ -341,7 +339,7 @@ impl Drop for Shared {
                             contexts.push(kept.stream().context().clone());
                             return;
                         };
-                        // What cannot be marked is waited for, or the block is never used again.
+                        // If the use cannot be marked, it is waited for; otherwise the block is never used again.
                         match capture::is_capturing(user) {
                             Ok(false) => drop(block.used_by(user, &events)),
                             Ok(true) => block.lose(DriverError::new(
@@ -353,7 +351,7 @@ impl Drop for Shared {
                     });
                 }
                 let wait = || contexts.iter().try_for_each(wait_until_idle);
-                // A refusal may be over at once, and nobody can try later.
+                // A failure may be transient, and there is no later chance to retry.
                 if let Err(error) = wait().or_else(|_| wait()) {
                     block.lose(error);
                 }

@@ -1,4 +1,4 @@
-//! Columns of equal capacity with a row count that the device keeps.
+//! Columns of equal capacity with a row count stored on the device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -19,7 +19,7 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// A schema of names and types.
+    /// Creates a schema of names and types.
     pub fn new<N: Into<String>>(fields: impl IntoIterator<Item = (N, DType)>) -> Schema {
         let fields = fields.into_iter().map(|(name, dtype)| (name.into(), dtype));
         Schema {
@@ -27,17 +27,17 @@ impl Schema {
         }
     }
 
-    /// The fields.
+    /// Returns the fields.
     pub fn fields(&self) -> &[(String, DType)] {
         &self.fields
     }
 
-    /// Their number.
+    /// Returns the number of fields.
     pub fn arity(&self) -> usize {
         self.fields.len()
     }
 
-    /// Bytes of one row: those of one element of each field.
+    /// Returns the size of one row in bytes: that of one element of each field.
     pub fn row_bytes(&self) -> usize {
         self.fields.iter().map(|(_, dtype)| dtype.bytes()).sum()
     }
@@ -50,17 +50,17 @@ impl Schema {
         Err(Error::Invalid(InvalidArgument::Arity { columns, fields }))
     }
 
-    /// Position of the first field of a name.
+    /// Returns the position of the first field with a name.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.fields.iter().position(|(known, _)| known == name)
     }
 }
 
-/// The host does not know the row count. No table has so many rows.
+/// The host does not know the row count. No table has this many rows.
 const UNSET: u64 = u64::MAX;
 
-/// Columns that all have room for `capacity` rows, of which the first so many count as one number on
-/// the device says: a `u64`, which kernels may change. The host may keep a copy of it, once it is final.
+/// Columns with a capacity of `capacity` rows each. The number of valid rows is a `u64` on the device, which kernels
+/// may change. The host may keep a copy of it once it is final.
 ///
 /// `Send` and `Sync`.
 ///
@@ -95,8 +95,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table of given columns, all with as many rows, its capacity, and of a row count, a column of one
-    /// `u64`. Neither is read.
+    /// Creates a table of given columns of equal length, its capacity, and a row count, a column of one `u64`. Neither
+    /// is read.
     ///
     /// # Errors
     /// [`InvalidArgument::Arity`], [`InvalidArgument::Dimensions`], [`InvalidArgument::FieldType`],
@@ -142,10 +142,10 @@ impl Table {
         })
     }
 
-    /// A table with room for `capacity` rows, of which it has none. Does not wait.
+    /// Creates an empty table with room for `capacity` rows. Does not wait.
     ///
     /// # Errors
-    /// Those of [`Tensor::zeroed`].
+    /// As for [`Tensor::zeroed`].
     pub fn with_capacity(
         from: &impl Source,
         schema: Schema,
@@ -163,8 +163,7 @@ impl Table {
         })
     }
 
-    /// A full table of given columns, all of which have equally many rows: its capacity. Waits for the
-    /// row count to be written.
+    /// Creates a full table of given columns of equal length, its capacity. Waits for the row count to be written.
     ///
     /// # Errors
     /// [`ImportFault::UnequalRows`], and as [`new`](Self::new) and [`DeviceBuffer::from_slice`].
@@ -189,7 +188,7 @@ impl Table {
         Ok(table)
     }
 
-    /// Imports one tensor per field, all with equally many rows.
+    /// Imports one tensor per field, all with the same number of rows.
     ///
     /// # Errors
     /// As [`Tensor::from_dlpack`] and [`from_columns`](Self::from_columns). All tensors are released.
@@ -220,58 +219,58 @@ impl Table {
             .collect()
     }
 
-    /// The schema.
+    /// Returns the schema.
     pub fn schema(&self) -> &Schema {
         &self.schema
     }
 
-    /// The columns, in the schema's order.
+    /// Returns the columns in the schema's order.
     pub fn columns(&self) -> &[Tensor] {
         &self.columns
     }
 
-    /// The columns, for writing.
+    /// Returns the columns, for writing.
     pub fn columns_mut(&mut self) -> &mut [Tensor] {
         &mut self.columns
     }
 
-    /// The column of a field's name.
+    /// Returns the column of the field with a name.
     pub fn column(&self, name: &str) -> Option<&Tensor> {
         self.columns.get(self.schema.position(name)?)
     }
 
-    /// The columns, given up.
+    /// Converts the table to its columns.
     pub fn into_columns(self) -> Vec<Tensor> {
         self.columns
     }
 
-    /// Rows there is room for.
+    /// Returns the capacity in rows.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Whether there is no room for a row.
+    /// Whether the capacity is 0.
     pub fn is_empty(&self) -> bool {
         self.capacity == 0
     }
 
-    /// Bytes of the columns: the capacity times the bytes of a row, without the row count.
+    /// Returns the size of the columns in bytes: the capacity times the size of a row, without the row count.
     pub fn byte_len(&self) -> usize {
         self.columns.iter().map(Tensor::byte_len).sum()
     }
 
-    /// The row count's memory, for reading: one `u64`.
+    /// Returns the row count's memory, for reading: one `u64`.
     pub fn row_count(&self) -> &Tensor {
         &self.row_count
     }
 
-    /// The row count for writing, also by kernels: the host forgets its copy.
+    /// Returns the row count for writing, also by kernels: the host discards its copy.
     pub fn row_count_mut(&mut self) -> &mut Tensor {
         *self.cached.get_mut() = UNSET;
         &mut self.row_count
     }
 
-    /// The host's copy of the row count; none if it has none. Makes no driver call.
+    /// Returns the host's copy of the row count, if it has one. Makes no driver call.
     pub fn cached_rows(&self) -> Option<usize> {
         match self.cached.load(Ordering::Acquire) {
             UNSET => None,
@@ -280,8 +279,8 @@ impl Table {
         }
     }
 
-    /// Gives the host its copy of the row count, which must be what the device has or will have. It can
-    /// be set once; only [`row_count_mut`](Self::row_count_mut) ends it.
+    /// Sets the host's copy of the row count, which must equal the value that the device has or will have. It can be
+    /// set only once; [`row_count_mut`](Self::row_count_mut) clears it.
     ///
     /// # Errors
     /// [`InvalidArgument::Rows`], [`InvalidArgument::RowsAlreadySet`].
@@ -293,17 +292,16 @@ impl Table {
             .map_err(|rows| Error::Invalid(InvalidArgument::RowsAlreadySet { rows }))
     }
 
-    /// Logical rows: the host's copy, or else the device's number, for which it waits, and which becomes
+    /// Returns the number of logical rows: the host's copy, or else the device's value, which is waited for and becomes
     /// the host's copy.
     ///
     /// # Errors
-    /// [`InvalidArgument::Rows`] if the device counts more rows than there is room for; as
-    /// [`Tensor::as_slice`].
+    /// [`InvalidArgument::Rows`] if the device's row count exceeds the capacity; as for [`Tensor::as_slice`].
     pub fn rows(&self) -> Result<usize, Error> {
         if let Some(rows) = self.cached_rows() {
             return Ok(rows);
         }
-        // The number may depend on work in the columns' own order.
+        // The value may depend on work ordered on the columns' own streams.
         for column in &self.columns {
             self.row_count.shared.wait_for(column.stream())?;
         }

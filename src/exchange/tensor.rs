@@ -20,12 +20,12 @@ use super::layout::{Described, Layout};
 use super::peer::Peer;
 use super::shared::{Kept, Shared};
 
-/// A Rust type that is the element of a tensor. Sealed.
+/// A Rust type that can be a tensor's element. Sealed.
 ///
-/// Tensors of types that Rust does not have are read and written as unsigned numbers of as many bytes: `u8` for
-/// truth values and for floating point of 8 bits, `u16` for floating point of 16 bits.
+/// Types that Rust does not have are read and written as unsigned integers of the same size: `u8` for truth values and
+/// 8-bit floating point, `u16` for 16-bit floating point.
 pub trait Element: DeviceCopy + Pod + sealed::Typed {
-    /// Its type.
+    /// The element type.
     const DTYPE: DType;
 }
 
@@ -44,18 +44,17 @@ macro_rules! elements {
 }
 elements!(i8: I8, i16: I16, i32: I32, i64: I64, u8: U8, u16: U16, u32: U32, u64: U64, f32: F32, f64: F64);
 
-/// Elements of a type known at run time in up to 32 dimensions: in device memory of any resource, in memory of
-/// others that was imported, or in page-locked memory of the host. A column is a tensor of one dimension.
+/// Elements of a type known at run time in up to 32 dimensions: in device memory of any resource, in imported memory,
+/// or in page-locked host memory. A column is a one-dimensional tensor.
 ///
 /// A tensor has a home, its [`stream`](Self::stream), in whose order its memory is used and freed. The slices of a
-/// tensor have the operations of a buffer, in [their order](crate::buffer); for kernels on another stream let
-/// that stream wait for the home and say so with [`record_stream`](Self::record_stream); what goes out through an
-/// export is ordered by it ([`Peer`]).
+/// tensor have the operations of a buffer, with [the same order](crate::buffer). For kernels on another stream, make
+/// that stream wait for the home and record the use with [`record_stream`](Self::record_stream). Exports order the
+/// streams involved ([`Peer`]).
 ///
-/// Exports share the memory: it is freed when the tensor and all of its exports are gone. Dropping an imported
-/// tensor releases it to its producer. Where the end of its uses cannot be waited for (a stream of it is being
-/// captured) an allocator frees its memory later, and other memory is leaked, with a line in the log; so is
-/// all of it in a forked child.
+/// Exports share the memory: it is freed with the last of the tensor and its exports. Dropping an imported tensor
+/// releases it to its producer. If the end of its uses cannot be waited for (because one of its streams is capturing),
+/// an allocator frees its memory later, and other memory is leaked and logged; in a forked child all of it is leaked.
 ///
 /// `Send` and `Sync`: an address with a lifetime.
 ///
@@ -85,27 +84,28 @@ elements!(i8: I8, i16: I16, i32: I32, i64: I64, u8: U8, u16: U16, u32: U32, u64:
 /// ```
 pub struct Tensor {
     pub(super) shared: Arc<Shared>,
-    /// The way back of memory of ours, if it came back.
+    /// The returned memory of our own, if the tensor was imported from our own export.
     returned: Option<Returned>,
-    /// The first element, where kernels find it.
+    /// The address of the first element, for kernels.
     ptr: sys::CUdeviceptr,
     dtype: DType,
     layout: Layout,
     read_only: bool,
 }
 
-/// What our own memory came back as.
+/// Our own memory that was imported again.
 struct Returned {
     shared: Arc<Shared>,
     stream: KeptStream,
-    /// For the per-thread default stream this is the one of the thread that imported.
+    /// For the per-thread default stream, that of the importing thread.
     stream_id: u64,
     #[expect(dead_code, reason = "kept for its drop")]
     kept: Kept,
 }
 
 impl Tensor {
-    /// Memory for elements that are not initialised: it has some bytes. No elements: no memory, no driver call.
+    /// Allocates memory for uninitialised elements of a non-zero size. Without elements it allocates nothing and makes
+    /// no driver call.
     ///
     /// # Errors
     /// [`InvalidArgument::Dimensions`] above 32, [`InvalidArgument::TooLarge`], and those of
@@ -125,10 +125,10 @@ impl Tensor {
         Ok(Tensor::over(memory, bytes, dtype, layout, on))
     }
 
-    /// Elements whose bytes are zero. Does not wait.
+    /// Allocates elements whose bytes are zero. Does not wait.
     ///
     /// # Errors
-    /// As [`uninit`](Self::uninit), and driver errors.
+    /// As for [`uninit`](Self::uninit), and driver errors.
     pub fn zeroed(
         from: &impl Source,
         dtype: DType,
@@ -137,17 +137,17 @@ impl Tensor {
     ) -> Result<Tensor, Error> {
         let tensor = Tensor::uninit(from, dtype, shape, on)?;
         let bytes = DeviceSlice::<u8>::new(tensor.shared.memory(), tensor.ptr, tensor.byte_len());
-        // SAFETY: nobody else knows of the tensor.
+        // SAFETY: the tensor is not shared yet.
         unsafe { DeviceSliceMut::new(bytes) }.set_zero(on)?;
         Ok(tensor)
     }
 
-    /// The elements of a buffer, as many as the shape has.
+    /// Creates a tensor of a buffer's elements, as many as the shape has.
     ///
     /// # Errors
     /// [`InvalidArgument::Dimensions`], [`InvalidArgument::TooLarge`], [`InvalidArgument::Length`];
-    /// [`Error::NotSupported`] for a buffer without memory, which has no stream: [`uninit`](Self::uninit) makes
-    /// an empty tensor. With the buffer.
+    /// [`Error::NotSupported`] for a buffer without memory, which has no stream: use [`uninit`](Self::uninit) to create
+    /// an empty tensor. They return the buffer.
     pub fn from_buffer<T: Element>(
         buffer: DeviceBuffer<T>,
         shape: &[usize],
@@ -164,12 +164,11 @@ impl Tensor {
         Ok(Tensor::over(memory, bytes, T::DTYPE, layout, &on))
     }
 
-    /// Gives up the memory as a buffer.
+    /// Converts the tensor to a buffer.
     ///
     /// # Errors
-    /// [`InvalidArgument::DType`]; [`Error::NotSupported`] if the memory is imported, or of the host, or empty, was
-    /// lent to peers whose streams are not known, or is shared with an export that is not released; with the
-    /// tensor.
+    /// [`InvalidArgument::DType`]; [`Error::NotSupported`] if the memory is imported, host memory, or empty, was lent
+    /// to peers whose streams are unknown, or is shared with an unreleased export; they return the tensor.
     pub fn into_buffer<T: Element>(mut self) -> Result<DeviceBuffer<T>, Refused<Tensor>> {
         if let Err(error) = self.expect::<T>() {
             return Err(Refused::new(self, error));
@@ -185,9 +184,9 @@ impl Tensor {
         Err(Refused::new(self, Error::NotSupported { what }))
     }
 
-    /// The elements of a page-locked buffer, for export: of DLPack's device type `kDLCUDAHost`. Its home is the
-    /// legacy default stream of the buffer's context, which nothing is given to. Memory of a pool goes back to it,
-    /// behind the work of the consumers.
+    /// Creates a tensor of a page-locked buffer's elements, for export with DLPack's device type `kDLCUDAHost`. Its
+    /// home is the legacy default stream of the buffer's context, to which no work is submitted. Memory of a pool
+    /// returns to the pool after the work of the consumers.
     ///
     /// # Errors
     /// As [`from_buffer`](Self::from_buffer); [`Error::InFlight`] while recorded work may use the memory,
@@ -223,7 +222,7 @@ impl Tensor {
         }
     }
 
-    /// The elements from the start of a memory on.
+    /// Creates a tensor of the elements from the start of a memory on.
     fn over(
         memory: Option<Memory>,
         bytes: usize,
@@ -239,7 +238,7 @@ impl Tensor {
         Tensor::new(shared, ptr, dtype, layout)
     }
 
-    /// A tensor of what was found good for import, and of the memory of ours that it leads to.
+    /// Creates a tensor of memory accepted for import, and of our own memory behind it, if any.
     pub(super) fn import<K: Send + Sync + 'static>(
         kept: K,
         described: Result<Described, Error>,
@@ -251,7 +250,7 @@ impl Tensor {
         let prepared = described.and_then(|described| {
             Shared::expect(returned.as_deref(), &described, on, &peer)?;
             ready(&kept)?;
-            // Without a driver call for most streams, and needed for memory alone.
+            // Makes no driver call for most streams, and is needed only with memory.
             let id = if described.bytes == 0 { 0 } else { on.id()? };
             Ok((described, id))
         });
@@ -283,37 +282,37 @@ impl Tensor {
 
     // ---- observation -----------------------------------------------------------------------
 
-    /// Address of the first element; 0 if there is no memory.
+    /// Returns the address of the first element; 0 if there is no memory.
     ///
-    /// Using it is for `unsafe` code, which answers for the memory's life and for order: work given to
-    /// the tensor's stream while the tensor lives is in order.
+    /// Using it requires `unsafe` code, which is responsible for the memory's lifetime and for order: work submitted to
+    /// the tensor's stream while the tensor lives is ordered.
     pub fn ptr(&self) -> sys::CUdeviceptr {
         self.ptr
     }
 
-    /// Elements of each dimension.
+    /// Returns the length of each dimension.
     pub fn shape(&self) -> &[usize] {
         &self.layout.shape
     }
 
-    /// From an element to the next one of each dimension, in elements.
+    /// Returns the stride of each dimension, in elements.
     pub fn strides(&self) -> &[isize] {
         &self.layout.strides
     }
 
-    /// Bytes of the elements.
+    /// Returns the size of the elements in bytes.
     pub fn byte_len(&self) -> usize {
-        // Checked when the tensor was made.
+        // Checked when the tensor was created.
         self.layout.len() * self.dtype.bytes()
     }
 
-    /// Type of the elements.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The tensor's home. Of our own memory that came back this is the stream that it was imported on: what is
-    /// done by the tensor's slices comes after everything that this stream was given until then.
+    /// Returns the tensor's home. For our own memory that came back, this is the importing stream: operations of the
+    /// tensor's slices come after everything submitted to it before.
     pub fn stream(&self) -> &Stream {
         match &self.returned {
             Some(returned) => returned.stream.stream(),
@@ -321,18 +320,18 @@ impl Tensor {
         }
     }
 
-    /// The device of the tensor's home.
+    /// Returns the device of the tensor's home.
     pub fn device(&self) -> &Device {
         self.stream().context().device()
     }
 
-    /// The block under the tensor: also where our own memory came back through an export. `None` for memory of
-    /// somebody else, of the host, and where there is none.
+    /// Returns the id of the block under the tensor, also for our own memory that came back through an export. `None`
+    /// for foreign memory, host memory, and without memory.
     pub fn id(&self) -> Option<BlockId> {
         self.shared.id()
     }
 
-    /// Whether the memory is somebody else's, whose uses no allocator of this crate tracks.
+    /// Whether the memory is foreign, so that no allocator of this crate tracks its uses.
     pub fn is_external(&self) -> bool {
         self.shared.is_external()
     }
@@ -342,13 +341,13 @@ impl Tensor {
         self.read_only
     }
 
-    /// Whether it is page-locked memory of the host.
+    /// Whether it is page-locked host memory.
     pub fn is_host(&self) -> bool {
         self.shared.is_host()
     }
 
-    /// Says that another stream uses the tensor's memory: it is neither reused nor given back to its
-    /// producer before everything is done that the stream was given until then.
+    /// Records that another stream uses the tensor's memory: it is neither reused nor returned to its producer before
+    /// the work submitted to that stream by then is complete.
     ///
     /// # Errors
     /// [`Error::Capturing`]; driver errors.
@@ -358,12 +357,12 @@ impl Tensor {
 
     // ---- elements --------------------------------------------------------------------------
 
-    /// All elements, for reading.
+    /// Returns all elements, for reading.
     ///
     /// # Errors
-    /// [`InvalidArgument::DType`]; [`InvalidArgument::Strided`] if the elements do not follow each other, the
-    /// last dimension the fastest; [`Error::NotSupported`] for memory of the host; where our own memory came
-    /// back [`Error::Capturing`], [`StreamMisuse::WrongThread`] and driver errors.
+    /// [`InvalidArgument::DType`]; [`InvalidArgument::Strided`] if the elements are not contiguous with the last
+    /// dimension fastest; [`Error::NotSupported`] for host memory; for our own memory that came back
+    /// [`Error::Capturing`], [`StreamMisuse::WrongThread`] and driver errors.
     pub fn as_slice<T: Element>(&self) -> Result<DeviceSlice<'_, T>, Error> {
         self.expect::<T>()?;
         if self.is_host() {
@@ -382,7 +381,7 @@ impl Tensor {
         Ok(DeviceSlice::new(memory, self.ptr, self.layout.len()))
     }
 
-    /// All elements, for writing.
+    /// Returns all elements, for writing.
     ///
     /// # Errors
     /// [`Error::ReadOnly`], and as [`as_slice`](Self::as_slice).
@@ -391,8 +390,8 @@ impl Tensor {
             return Err(Error::ReadOnly);
         }
         let all = self.as_slice()?;
-        // SAFETY: the tensor is borrowed exclusively for as long; operations of others that share the memory
-        // take turns with these.
+        // SAFETY: the tensor is borrowed exclusively for as long; operations of other owners of the memory take turns
+        // with these.
         Ok(unsafe { DeviceSliceMut::new(all) })
     }
 
@@ -407,7 +406,7 @@ impl Tensor {
         }
     }
 
-    /// The rows of a column.
+    /// Returns the number of rows of a column.
     pub(super) fn rows(&self) -> Result<usize, Error> {
         match self.shape() {
             [rows] => Ok(*rows),
@@ -423,13 +422,13 @@ impl Tensor {
     /// Exports the tensor, in the legacy or the versioned form. Does not wait.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`], which the legacy form cannot say; [`Error::Capturing`]; driver errors.
+    /// [`Error::ReadOnly`] for a read-only tensor in the legacy form, which has no flag for that; [`Error::Capturing`];
+    /// driver errors.
     pub fn to_dlpack<M: Managed>(&self, peer: &Peer) -> Result<Dlpack<M>, Error> {
         self.export(self.layout.clone(), peer)
     }
 
-    /// As [`to_dlpack`](Self::to_dlpack), the first rows of a column: a table's columns can be exchanged for
-    /// shorter ones.
+    /// Like [`to_dlpack`](Self::to_dlpack), but exports only the first rows of a column.
     pub(super) fn rows_to_dlpack<M: Managed>(
         &self,
         rows: usize,
@@ -463,25 +462,25 @@ impl Tensor {
         ))
     }
 
-    /// Hands the memory to the other side, after what was given to the tensor's home.
+    /// Passes the memory to the other side, ordered after the work submitted to the tensor's home.
     pub(super) fn lend(&self, peer: &Peer) -> Result<(), Error> {
         if let Some(returned) = &self.returned
             && self.byte_len() > 0
         {
             match returned.is_at_home() {
                 true => self.shared.wait_for(self.stream())?,
-                // Here the handle means this thread's stream, not the one that was meant.
+                // On this thread the handle means this thread's stream, not the intended one.
                 false => wait_until_idle(self.stream().context())?,
             }
         }
         self.shared.lend(peer)
     }
 
-    /// Makes a tensor of one that was exported, for use on a stream of its device. Does not wait on the host.
+    /// Imports an exported tensor, for use on a stream of its device. Does not wait on the host.
     ///
     /// # Errors
-    /// [`Error::Import`] for what cannot be a tensor, before any driver call; [`Error::Capturing`]; driver
-    /// errors. With what was offered.
+    /// [`Error::Import`] for an unsuitable tensor, before any driver call; [`Error::Capturing`]; driver errors. They
+    /// return the offered tensor.
     pub fn from_dlpack<M: Managed>(
         tensor: Dlpack<M>,
         on: &Stream,
@@ -494,7 +493,7 @@ impl Tensor {
 }
 
 impl Returned {
-    /// Whether the calling thread can name the home.
+    /// Whether the home's handle is valid on the calling thread.
     fn is_at_home(&self) -> bool {
         let stream = self.stream.stream();
         stream.kind() != StreamKind::PerThreadDefault || stream.own_id() == self.stream_id
@@ -503,8 +502,8 @@ impl Returned {
 
 impl Drop for Returned {
     fn drop(&mut self) {
-        // Whoever frees the memory was told at the import, and is told again: the stream may have been retired
-        // since, and then it counts for what it was given later.
+        // The owner was told of the stream at the import, and is told again: the stream may have been retired since,
+        // and this counts for work submitted to it later.
         if process::is_gone() {
             return;
         }
@@ -519,7 +518,7 @@ impl Drop for Returned {
     }
 }
 
-/// The layout of a shape that is to have so many elements, and their bytes.
+/// Returns the layout of a shape that must have this many elements, and their size in bytes.
 fn shaped<T: Element>(shape: &[usize], found: usize) -> Result<(Layout, usize), Error> {
     let (layout, bytes) = Layout::compact(T::DTYPE, shape)?;
     let expected = layout.len();
@@ -544,7 +543,7 @@ debug_fields!(Tensor, self =>
     id: self.id(),
 );
 
-/// A [`Launch`](crate::resource::Launch) tracks a tensor by the block under it, and takes imported memory for external.
+/// A [`Launch`](crate::resource::Launch) tracks a tensor by the block under it; imported memory counts as external.
 impl LaunchBuffer for Tensor {
     fn launch_id(&self) -> Option<BlockId> {
         self.id()
