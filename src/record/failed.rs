@@ -8,32 +8,33 @@ use crate::error::memory::{AtLeast, Bytes};
 use crate::record::recording::{Action, Recording};
 use crate::record::snapshot::{Act, Snapshot};
 
-/// A request that found no memory in a recorded program, as far as its recording says. Amounts are bytes.
+/// A request that failed for lack of memory in a recorded program, as far as its recording tells. Amounts are bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct FailedRequest {
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub bytes: u64,
     /// The ordinal of the device.
     pub device: usize,
     /// Why it failed.
     pub cause: Option<Cause>,
-    /// What was missing, rounded up to a multiple of 512.
+    /// Missing bytes, rounded up to a multiple of 512.
     pub missing: Option<u64>,
-    /// The allocator's limit at the time; none if it had none, or the recording does not say.
+    /// The allocator's limit at the time; none if it had no limit, or the recording does not tell.
     pub limit: Option<u64>,
-    /// The memory regime at the time, if the recording says so.
+    /// The memory regime at the time, if the recording tells.
     pub regime: Option<Regime>,
-    /// What the device had free, rounded down to a multiple of 512.
+    /// Free bytes of the device, rounded down to a multiple of 512.
     pub device_free: Option<u64>,
-    /// What the device has.
+    /// Total bytes of the device.
     pub device_memory: Option<u64>,
     /// The context that the thread was in.
     pub context: Option<String>,
 }
 
 impl FailedRequest {
-    /// What would have made the request succeed, in a sentence or two; empty where the recording does not say enough.
+    /// Returns advice, in a sentence or two, on what would have made the request succeed; empty if the recording does
+    /// not contain enough.
     pub fn advice(&self) -> String {
         let free = self.device_free.map(Bytes);
         match (self.cause, self.missing, self.limit) {
@@ -70,7 +71,7 @@ impl FailedRequest {
 }
 
 impl Recording {
-    /// The requests that failed, of one allocator or of all of them, in the order of the rows of
+    /// Returns the failed requests of one allocator, or of all of them, in the order of the rows of
     /// [`Op::Oom`](crate::trace::Op::Oom) in [`to_trace`](Self::to_trace).
     pub fn failed_requests(&self, allocator: Option<u16>) -> Vec<FailedRequest> {
         let mut limits: BTreeMap<u16, Option<u64>> = BTreeMap::new();
@@ -105,7 +106,7 @@ impl Recording {
 }
 
 impl Snapshot {
-    /// The requests that failed on a device, in the order of the rows of [`Op::Oom`](crate::trace::Op::Oom) in
+    /// Returns the failed requests of a device, in the order of the rows of [`Op::Oom`](crate::trace::Op::Oom) in
     /// [`to_trace`](Self::to_trace).
     pub fn failed_requests(&self, device: usize) -> Vec<FailedRequest> {
         let entries = self.traces.get(device).into_iter().flatten();

@@ -1,4 +1,4 @@
-//! The history of a snapshot: what can be replayed of it, and what it lacks.
+//! The history of a snapshot: the part that can be replayed, and what is missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use crate::error::memory::Bytes;
 use crate::record::snapshot::{Act, Segment, Snapshot, State};
 use crate::trace::{RowMaker, Trace, TraceError};
 
-/// A block that was there before its trace begins.
+/// A block that existed before its trace begins.
 struct Earlier {
     bytes: u64,
     stream: u64,
@@ -19,7 +19,7 @@ fn bytes(bytes: u128) -> Bytes {
 }
 
 impl Snapshot {
-    /// The number of devices of which it has a trace or blocks; the traces of some may be empty.
+    /// Returns the number of devices that the snapshot has a trace or blocks of; the traces of some may be empty.
     pub fn devices(&self) -> usize {
         let used = |segment: &&Segment| segment.blocks.iter().any(|b| b.state != State::Free);
         let devices = self
@@ -31,7 +31,7 @@ impl Snapshot {
         last.max(self.traces.len())
     }
 
-    /// What the snapshot does not say of a device, in sentences: figures that are taken from it may be too small.
+    /// Returns, in sentences, what the snapshot lacks about a device: figures computed from it may be too small.
     pub fn gaps(&self, device: usize) -> Vec<String> {
         let mut gaps: Vec<String> = self.missing_history(device).into_iter().collect();
         let crooked = self.segments.iter().filter(|segment| {
@@ -60,7 +60,7 @@ impl Snapshot {
         gaps
     }
 
-    /// Why the peak of a device is not known, if it is not.
+    /// Returns why the peak of a device is unknown, if it is.
     fn missing_history(&self, device: usize) -> Option<String> {
         let history = || self.traces.get(device).into_iter().flatten();
         let earlier = self.earlier(device);
@@ -76,7 +76,7 @@ impl Snapshot {
                 ),
             });
         }
-        // What was there before is what is held at the end and was not mapped by the history.
+        // Memory that existed before is held at the end and was not mapped by the history.
         let mapped = history().filter_map(|entry| match entry.act {
             Act::SegmentAlloc | Act::SegmentMap => Some(i128::from(entry.size)),
             Act::SegmentFree | Act::SegmentUnmap => Some(-i128::from(entry.size)),
@@ -88,7 +88,7 @@ impl Snapshot {
             .filter(|segment| segment.device == device);
         let held: i128 = segments.map(|segment| i128::from(segment.size)).sum();
         let older = match earlier.len() {
-            // Programs that write no entries of segments say nothing about them.
+            // Programs that do not write entries for segments provide no information about them.
             0 if mapped.clone().next().is_none() || held <= mapped.clone().sum() => return None,
             0 => format!(
                 "{} of segments",
@@ -101,8 +101,8 @@ impl Snapshot {
              overwritten; an earlier peak is unknown"
         ))
     }
-    /// What was live on a device before its trace begins, by address: what the trace frees and never had, and what is
-    /// live at the end and the trace says nothing about.
+    /// Returns the blocks of a device that were live before its trace begins, by address: those that the trace frees
+    /// without an allocation, and those that are live at the end without an entry in the trace.
     fn earlier(&self, device: usize) -> BTreeMap<u64, Earlier> {
         let mut earlier = BTreeMap::new();
         let mut known = BTreeSet::new();
@@ -139,19 +139,20 @@ impl Snapshot {
         earlier
     }
 
-    /// The trace of a device, as it can be replayed. Blocks that were there before the history of the snapshot begins come
-    /// first: those that are live at its end, and those whose frees it has. A completion that directly follows its free is
-    /// left out. Failed requests are rows of [`Op::Oom`](crate::trace::Op::Oom).
+    /// Returns the trace of a device for replay. Blocks that existed before the history begins come first: those live
+    /// at its end, and those with a free only. A completion directly after its free is omitted. Failed requests are
+    /// rows of [`Op::Oom`](crate::trace::Op::Oom).
     ///
     /// # Errors
-    /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): the bytes of a file from a stranger may add up to anything.
+    /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): in an untrusted file the bytes
+    /// may add up to any number.
     pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
         let mut rows = RowMaker::default();
         let mut streams: BTreeMap<u64, u32> = BTreeMap::new();
-        // Blocks by address: live ones, and those that wait for their completion.
+        // Blocks by address: live ones, and those whose completion is still to come.
         let (mut live, mut freed) = (BTreeMap::new(), BTreeMap::new());
         let mut stream_of = |handle| {
-            // Each came with a segment or an entry, and of 2^32 no memory has room.
+            // Each block comes from a segment or an entry, and 2^32 of them do not fit into memory.
             let known = streams.len() as u32;
             *streams.entry(handle).or_insert(known)
         };

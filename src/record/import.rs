@@ -1,41 +1,41 @@
-//! The reader of snapshots, for files of other programs: what is required is there and has its type, or the error names
-//! the field. Nothing is taken for 0.
+//! The reader of snapshots, for files of other programs: required fields must exist and have the right type, otherwise
+//! the error names the field. Nothing defaults to 0.
 
 use crate::record::pickle;
 use crate::record::snapshot::{Act, Block, DEVICES, Entry, Gaps, Segment, Snapshot, State};
 use crate::record::stacks::Stacks;
 use crate::record::tree::{Fault, Tree, Unexpected, Value};
 
-/// A snapshot cannot be read.
+/// Why a snapshot cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
     /// The file ends too early.
     #[error("byte {at}: the snapshot is cut off")]
     Short {
-        /// Where, in bytes from the beginning.
+        /// Byte offset from the beginning.
         at: usize,
     },
-    /// The pickle has an opcode that plain values do not need. It would make an object or call something.
+    /// The pickle has an opcode that plain values do not need, and that would create an object or call a function.
     #[error("byte {at}: opcode {opcode:#04x} is for other than plain values; it is not executed")]
     Opcode {
-        /// Where, in bytes from the beginning.
+        /// Byte offset from the beginning.
         at: usize,
         /// The opcode.
         opcode: u8,
     },
-    /// The pickle contradicts itself.
+    /// The pickle is malformed.
     #[error("byte {at}: {what}")]
     Damaged {
-        /// Where, in bytes from the beginning.
+        /// Byte offset from the beginning.
         at: usize,
         /// What is wrong.
         what: &'static str,
     },
-    /// The file begins as JSON does, and is none.
+    /// The file begins like JSON, but is not valid JSON.
     #[error("invalid JSON: {what}")]
     Json {
-        /// What is wrong, and where.
+        /// The fault and its position.
         what: String,
     },
     /// A field is missing or has a value of another type.
@@ -43,15 +43,15 @@ pub enum SnapshotError {
     Field {
         /// The path to the field, like `device_traces[0][17].addr`.
         at: String,
-        /// What the format has in its place.
+        /// What the format has there.
         expected: &'static str,
-        /// What the file has in its place.
+        /// What the file has there.
         found: String,
     },
-    /// The file holds something else.
+    /// The file contains something else.
     #[error("not a memory snapshot, but {found}")]
     NotASnapshot {
-        /// What it looks like.
+        /// The kind of content found.
         found: String,
     },
 }
@@ -66,16 +66,16 @@ impl From<Unexpected> for SnapshotError {
     }
 }
 
-/// What some programs begin a file of text with.
+/// The byte order mark that some programs write at the start of text files.
 const MARK: &[u8] = "\u{FEFF}".as_bytes();
 
 impl Snapshot {
-    /// Reads a pickle of PyTorch's, or JSON with the same keys (feature `json`): a snapshot, or a bare list of segments.
-    /// Nothing in it is executed: values are numbers, texts, lists and dictionaries, and anything else is an error. Keys that
-    /// are not known are ignored. Of stacks the innermost 32 frames are kept, as contexts.
+    /// Reads a PyTorch pickle, or JSON with the same keys (feature `json`): a snapshot, or a bare list of segments.
+    /// Nothing in it is executed: values are numbers, texts, lists and dictionaries, and anything else is an error.
+    /// Unknown keys are ignored. The innermost 32 frames of each stack are kept, as contexts.
     ///
     /// # Errors
-    /// What is wrong with the file, and where: also a field that is missing, or has a value of another type.
+    /// The fault of the file and its position, including missing fields and values of a wrong type.
     pub fn read(bytes: &[u8]) -> Result<Snapshot, SnapshotError> {
         let text = bytes.strip_prefix(MARK).unwrap_or(bytes);
         let tree = match text.trim_ascii_start() {
@@ -140,7 +140,7 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
     Ok(snapshot)
 }
 
-/// Whether a list has segments of memory. It may be empty where the rest of a snapshot is around it.
+/// Whether a list contains memory segments. Inside a snapshot it may be empty.
 fn may_be_segments(segments: &Value<'_>, whole: bool) -> bool {
     match segments.list() {
         Ok([]) => whole,
@@ -153,7 +153,7 @@ fn may_be_segments(segments: &Value<'_>, whole: bool) -> bool {
     }
 }
 
-/// What a file is that is no snapshot.
+/// Describes a file that is not a snapshot.
 fn what_else(root: &Value<'_>, segments: &Value<'_>) -> String {
     if root.get("traceEvents").exists().is_some() {
         return "a trace of torch.profiler".to_owned();
@@ -187,15 +187,15 @@ fn what_else(root: &Value<'_>, segments: &Value<'_>) -> String {
 }
 
 struct Reader {
-    /// Each segment, block and entry is a value of its own in what PyTorch writes. Of one value that is used over and over,
-    /// a small pickle would make any number.
+    /// PyTorch writes each segment, block and entry as a value of its own. A small pickle that references one value
+    /// repeatedly could expand to any number of them, so the number is limited.
     left: usize,
     stacks: Stacks,
     gaps: Gaps,
 }
 
 impl Reader {
-    /// Takes this number of the values that are left.
+    /// Subtracts a number of values from the remaining budget.
     fn spend(&mut self, values: usize) -> Result<(), SnapshotError> {
         let found = || "a pickle that uses the same values many times".to_owned();
         let rest = self.left.checked_sub(values);
@@ -236,7 +236,7 @@ impl Reader {
         Ok(read)
     }
 
-    /// A block, at this address unless it says another one.
+    /// Reads a block, at this address unless it has its own.
     fn block(&mut self, block: &Value<'_>, at: u64) -> Result<Block, SnapshotError> {
         let block = block.dict()?;
         let size = block.get("size").bytes()?;
@@ -251,7 +251,7 @@ impl Reader {
                     .0
             }
         };
-        // Older files keep the stack and what was requested there.
+        // Older files store the stack and the requested size there.
         let history = block.get("history");
         let first = match history.exists().map(|history| history.list()).transpose()? {
             Some([first, ..]) => Some(history.at(0, *first).dict()?),
@@ -292,7 +292,7 @@ impl Reader {
         Ok(entries)
     }
 
-    /// An entry of a trace, if its action is known.
+    /// Reads an entry of a trace, if its action is known.
     fn entry(&mut self, entry: &Value<'_>) -> Result<Option<Entry>, SnapshotError> {
         let entry = entry.dict()?;
         let action = entry.get("action").text("the name of an action")?;
@@ -312,7 +312,7 @@ impl Reader {
             size: entry.get("size").bytes()?,
             stream: entry.get("stream").address("the handle of a stream")?,
             time_us: time_us.transpose()?,
-            // Where other entries come from is not shown.
+            // Entries of other origin have no such field.
             context: match act {
                 Act::Alloc | Act::Oom => self.stacks.of(&entry)?,
                 _ => 0,

@@ -20,11 +20,11 @@ pub(super) fn read(bytes: &[u8]) -> Result<Tree, serde_json::Error> {
 #[derive(Default)]
 struct Builder {
     tree: Tree,
-    /// Texts are kept once: most are keys.
+    /// Texts are stored once: most are keys.
     texts: HashMap<String, u32>,
 }
 
-/// Adds the next value to the tree, at a depth. Nodes need not know their own depth: it is bounded here.
+/// Adds the next value at a depth, which is bounded here, so nodes do not store it.
 struct Seed<'a>(&'a mut Builder, usize);
 
 impl Seed<'_> {

@@ -1,10 +1,10 @@
-//! Recordings of what allocators do, and what can be made of them.
+//! Recordings of what allocators do, and their uses.
 //!
-//! A [`Recorder`] has every allocator of the process write what it does: to memory, to a file, or to a file that is
-//! mapped, so that it outlives a crash. The environment variable `CUALLOC_RECORD` does the same for any program
-//! without a change to it. A [`Recording`] is what was written, read back and merged by time. It becomes a
-//! [`Trace`](crate::trace::Trace) that can be replayed, a [`Snapshot`] in PyTorch's formats, or a [`Profile`].
-//! [`metrics`] and [`summary`] need no recording.
+//! A [`Recorder`] makes every allocator of the process record its events: to memory, to a file, or to a memory-mapped
+//! file that survives a crash. The environment variable `CUALLOC_RECORD` does the same for an unmodified program. A
+//! [`Recording`] contains the events, read back and merged by time. It can be converted to a
+//! [`Trace`](crate::trace::Trace) for replay, to a [`Snapshot`] in PyTorch's formats, or to a [`Profile`]. [`metrics`]
+//! and [`summary`] need no recording.
 
 mod failed;
 mod history;

@@ -1,17 +1,18 @@
 //! Pickles: protocol 2 written, protocols 2 to 5 read, as far as plain values need it.
 //!
-//! The reader executes nothing: it knows no opcode that names a class or calls one, and refuses what it does not know.
-//! A value that is used several times is kept once, so a tree takes some 50 bytes of memory for each byte of the pickle,
-//! at most. Who copies values out of a tree has to count them: a value may be used any number of times.
+//! The reader executes nothing: it supports no opcode that names or calls a class, and rejects unknown opcodes. A value
+//! that is referenced several times is stored once, so a tree takes at most about 50 bytes of memory for each byte of
+//! the pickle. Code that copies values out of a tree must limit their number, since a value may be referenced any
+//! number of times.
 
 use std::collections::HashMap;
 
 use crate::record::tree::{Fault, Node, Tree};
 
-/// A writer of nested values. Within a dictionary texts and values alternate.
+/// A writer of nested values. Within a dictionary, texts and values alternate.
 pub(super) struct Pickle {
     pub bytes: Vec<u8>,
-    /// Places of texts, and of values by their numbers.
+    /// Memo indexes of texts, and of values by number.
     texts: HashMap<String, u32>,
     values: HashMap<u32, u32>,
     places: u32,
@@ -34,7 +35,7 @@ impl Pickle {
         self.bytes
     }
 
-    /// An opcode about a place, which has a short form and a long one.
+    /// Writes an opcode with a memo index, in its short or long form.
     fn at(&mut self, place: u32, short: u8, long: u8) {
         match u8::try_from(place) {
             Ok(place) => self.bytes.extend_from_slice(&[short, place]),
@@ -45,12 +46,12 @@ impl Pickle {
         }
     }
 
-    /// Writes what is at a place.
+    /// Writes a reference to a memo index.
     fn get(&mut self, place: u32) {
         self.at(place, b'h', b'j');
     }
 
-    /// Gives a place to what was just written.
+    /// Assigns a memo index to the value just written.
     fn put(&mut self) -> u32 {
         let place = self.places;
         self.places += 1;
@@ -87,14 +88,14 @@ impl Pickle {
         self.texts.insert(text.to_owned(), place);
     }
 
-    /// Writes a value again that [`keep`](Self::keep) was told of with this number, if there is one.
+    /// Writes a reference to the value that was passed to [`keep`](Self::keep) with this number, if there is one.
     pub(super) fn again(&mut self, number: u32) -> bool {
         let place = self.values.get(&number).copied();
         place.into_iter().for_each(|place| self.get(place));
         place.is_some()
     }
 
-    /// The value that was just written can be written again by this number.
+    /// Makes the value just written available under this number.
     pub(super) fn keep(&mut self, number: u32) {
         let place = self.put();
         self.values.insert(number, place);
@@ -112,7 +113,7 @@ impl Pickle {
                 self.bytes.extend_from_slice(&(number as u32).to_le_bytes());
             }
             _ => {
-                // The ninth byte is the sign of numbers of 2^63 and more.
+                // The ninth byte is the sign, for numbers of 2^63 and more.
                 let bytes = if number >> 63 == 0 { 8 } else { 9 };
                 self.bytes.extend_from_slice(&[0x8a, bytes]);
                 let wide = u128::from(number).to_le_bytes();
@@ -143,7 +144,7 @@ impl Pickle {
     }
 }
 
-/// What the reader's stack holds.
+/// An item of the reader's stack.
 #[derive(Clone, Copy)]
 enum Entry {
     Mark,
@@ -158,7 +159,7 @@ struct Reader<'a> {
     memo: HashMap<u64, u32>,
 }
 
-/// Reads a pickle. The place of a fault is that of the opcode.
+/// Reads a pickle. The position of a fault is that of the opcode.
 pub(super) fn read(bytes: &[u8]) -> Result<Tree, (usize, Fault)> {
     let mut reader = Reader {
         bytes,
@@ -202,10 +203,10 @@ impl Reader<'_> {
         self.stack.push(Entry::Value(number));
     }
 
-    /// A text, whose length has so many bytes.
+    /// Reads a text whose length field has this many bits.
     fn text<const N: usize>(&mut self) -> Result<(), Fault> {
         let bytes = self.length::<N>()?;
-        // Python writes halves of surrogate pairs, which names of files can have, and which are no UTF-8.
+        // Python writes unpaired surrogates, which file names may contain and which are not valid UTF-8.
         let text = String::from_utf8_lossy(self.take(bytes)?).into_owned();
         self.push(Node::Text(text));
         Ok(())
@@ -237,7 +238,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What lies above the last mark, which goes as well.
+    /// Pops the items above the last mark, and the mark.
     fn above_mark(&mut self) -> Result<Vec<u32>, Fault> {
         let is_mark = |entry: &Entry| matches!(entry, Entry::Mark);
         let mark = self.stack.iter().rposition(is_mark).ok_or(STACK)?;
@@ -306,7 +307,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Does what one opcode says; whether it was the last.
+    /// Executes one opcode; returns whether it was the last.
     fn step(&mut self) -> Result<bool, Fault> {
         let opcode = self.number::<1>()? as u8;
         match opcode {
@@ -389,7 +390,7 @@ impl Reader<'_> {
     }
 }
 
-/// A signed integer of any length, the least significant byte first.
+/// Reads a signed integer of any length, least significant byte first.
 fn integer(bytes: &[u8]) -> Node {
     let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
     let fill = if negative { 0xff } else { 0 };

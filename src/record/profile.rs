@@ -1,4 +1,4 @@
-//! Memory by context at an instant of a recording, as pprof has it, and as collapsed stacks.
+//! Memory by context at an instant of a recording, in pprof's format and as collapsed stacks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -9,27 +9,27 @@ use crate::record::protobuf::Message;
 use crate::record::recording::{Action, Event, Recording};
 use crate::trace::Names;
 
-/// The context of what has none.
+/// The name for blocks without a context.
 const NAMELESS: &str = "untagged";
-/// The stack of what was live when the recording began.
+/// The stack of blocks that were live when the recording began.
 const HELD: &str = "held";
 
-/// Figures of one context.
+/// Statistics of one context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Share {
-    /// Blocks that were handed out while the recording ran, and those that were live when it began.
+    /// Blocks allocated during the recording, and those that were live when it began.
     pub allocations: u64,
-    /// Bytes of them, as they were requested.
+    /// Their requested bytes.
     pub allocated: u64,
     /// Blocks that are live at the [moment](Profile::moment) of the profile.
     pub live: u64,
-    /// Bytes of them, as they were requested.
+    /// Their requested bytes.
     pub live_bytes: u64,
 }
 
-/// The instant whose live memory a profile describes: when the last request failed that found no memory, or else when the
-/// most memory was live.
+/// The instant that a profile describes: the last request that failed for lack of memory, or otherwise the peak of live
+/// memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Moment {
@@ -37,12 +37,12 @@ pub struct Moment {
     pub time: u64,
     /// Requested bytes of live blocks.
     pub live: u64,
-    /// Bytes of the request that failed; none at the peak.
+    /// Bytes of the failed request; none at the peak.
     pub failed: Option<u64>,
 }
 
 impl Moment {
-    /// The moment of a recording, and the index of its event. None if nothing was allocated.
+    /// Returns the moment of a recording, and the index of its event. None if nothing was allocated.
     fn of(recording: &Recording) -> Option<(usize, Moment)> {
         let mut blocks: HashMap<(u16, u64), u64> = HashMap::new();
         let mut live = 0u64;
@@ -86,8 +86,7 @@ impl fmt::Display for Moment {
     }
 }
 
-/// What a recording comes to by its contexts. The parts of a context's name between semicolons are a stack,
-/// outermost first.
+/// A profile of a recording by contexts. The parts of a context's name between semicolons are a stack, outermost first.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Profile {
     shares: BTreeMap<String, Share>,
@@ -102,11 +101,11 @@ struct Block {
     bytes: u64,
     /// None for what was live when the recording began.
     context: Option<u32>,
-    /// How many blocks it stands for.
+    /// The number of blocks it stands for.
     weight: f64,
 }
 
-/// What is added up by context: blocks and bytes of all, and of those that are live at the moment.
+/// Sums by context: blocks and bytes in total, and of those live at the moment.
 #[derive(Default)]
 struct Sums {
     by_context: BTreeMap<Option<u32>, [f64; 4]>,
@@ -127,7 +126,7 @@ impl Sums {
         self.add(block, 0);
     }
 
-    /// The block is live until the event with this index.
+    /// Whether the block is live until the event with this index.
     fn end(&mut self, block: Option<Block>, until: usize) {
         if let Some(block) = block
             && (block.born..until).contains(&self.moment)
@@ -138,7 +137,7 @@ impl Sums {
 }
 
 impl Profile {
-    /// The profile of a recording when its last request ran out of memory, else at its peak.
+    /// Returns the profile of a recording at its last request that ran out of memory, or otherwise at its peak.
     pub fn of(recording: &Recording) -> Profile {
         Profile::new(recording, |event| match event.action {
             Action::Held | Action::Allocate => (Some(event.context), 1.0),
@@ -146,17 +145,17 @@ impl Profile {
         })
     }
 
-    /// As [`of`](Self::of), by the stacks that were [sampled](crate::record::Recorder::start_with_stacks), each
-    /// standing for all that was not: figures are estimates, whose expectation is what [`of`](Self::of) adds up to.
-    /// What was live when the recording began has no stack and is called "held"; it is counted as it is. Without
-    /// stacks this is all that there is.
+    /// Like [`of`](Self::of), by [sampled](crate::record::Recorder::start_with_stacks) stacks. Each sample also stands
+    /// for allocations that were not sampled: the figures are estimates whose expected value is the sum computed by
+    /// [`of`](Self::of). Blocks that were live when the recording began have no stack; they are counted exactly, as
+    /// "held". Without stacks they are the only entry.
     pub fn of_stacks(recording: &Recording) -> Profile {
         let mean = recording.sampling().max(1) as f64;
         Profile::new(recording, |event| match event.action {
             Action::Held => (None, 1.0),
             Action::Sample => {
                 let weight = -1.0 / (-(event.bytes as f64) / mean).exp_m1();
-                // The chance of a block of no bytes is none.
+                // Blocks of 0 bytes are never sampled.
                 let weight = if weight.is_finite() { weight } else { 0.0 };
                 (Some(event.context), weight)
             }
@@ -164,7 +163,7 @@ impl Profile {
         })
     }
 
-    /// `weigh` says for an event which context a block is counted in, and as how many.
+    /// `weigh` returns for an event the context that a block is counted in, and its weight.
     fn new(recording: &Recording, weigh: impl Fn(&Event) -> (Option<u32>, f64)) -> Profile {
         let moment = Moment::of(recording);
         let mut sums = Sums {
@@ -187,7 +186,7 @@ impl Profile {
                     sums.begin(&block);
                     sums.end(live.insert(place, block), index);
                 }
-                // The stack of an allocation comes behind it.
+                // The record of a stack comes after that of its allocation.
                 Action::Sample if weight > 0.0 => {
                     sums.begin(&block);
                     block.born = live.get(&place).map_or(index, |known| known.born);
@@ -221,20 +220,20 @@ impl Profile {
         }
     }
 
-    /// The instant at which the memory is live that the profile shows. None if nothing was allocated.
+    /// Returns the instant that the profile shows. None if nothing was allocated.
     pub fn moment(&self) -> Option<Moment> {
         self.moment
     }
 
-    /// The figures of each context, by name. What has no context is called "untagged".
+    /// Returns the statistics of each context, by name. Blocks without a context are called "untagged".
     pub fn shares(&self) -> impl Iterator<Item = (&str, &Share)> {
         self.shares
             .iter()
             .map(|(name, share)| (name.as_str(), share))
     }
 
-    /// Live bytes as collapsed stacks: a line `outer;inner bytes` for each context that holds any, for the tools that
-    /// draw flame graphs. Empty if nothing is live at the [moment](Self::moment), or nothing of it was sampled.
+    /// Formats live bytes as collapsed stacks: a line `outer;inner bytes` for each context that holds any, for tools
+    /// that draw flame graphs. Empty if nothing is live at the [moment](Self::moment), or no live block was sampled.
     pub fn to_collapsed(&self) -> String {
         let mut text = String::new();
         for (name, share) in self.shares().filter(|(_, share)| share.live_bytes > 0) {
@@ -244,10 +243,10 @@ impl Profile {
         text
     }
 
-    /// The profile in pprof's format, not compressed: `alloc_objects`, `alloc_space`, `inuse_objects` and
+    /// Encodes the profile in pprof's format, uncompressed: `alloc_objects`, `alloc_space`, `inuse_objects` and
     /// `inuse_space` of each context.
     pub fn to_pprof(&self) -> Vec<u8> {
-        // The format begins its texts with an empty one, of number 0.
+        // The format requires an empty text with number 0.
         let (mut texts, mut functions) = (Names::default(), Names::default());
         let mut text = |name: &str| match name {
             "" => 0,

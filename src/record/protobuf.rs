@@ -1,6 +1,6 @@
-//! Protocol buffers, written.
+//! Writes protocol buffers.
 
-/// A message: its fields so far.
+/// A message with the fields written so far.
 #[derive(Debug, Default)]
 pub(super) struct Message(Vec<u8>);
 
@@ -13,7 +13,7 @@ fn varint(into: &mut Vec<u8>, mut number: u64) {
 }
 
 impl Message {
-    /// A number; none if it is 0, as which an absent one is read.
+    /// Writes a number; 0 is omitted, because absent fields are read as 0.
     pub(super) fn number(&mut self, field: u64, number: u64) {
         if number != 0 {
             varint(&mut self.0, field << 3);
@@ -27,7 +27,7 @@ impl Message {
         self.0.extend_from_slice(bytes);
     }
 
-    /// Several numbers in one field.
+    /// Writes several numbers in one field.
     pub(super) fn packed(&mut self, field: u64, numbers: &[u64]) {
         let mut bytes = Vec::new();
         for number in numbers {

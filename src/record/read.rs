@@ -1,4 +1,4 @@
-//! The reader of recordings, for files of strangers: every number is checked against what is there.
+//! The reader of recordings. Files may be malicious: every number is checked against the actual contents.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -11,21 +11,21 @@ use crate::event::names::LONGEST;
 use crate::event::record::{self, KINDS, MAPPED, NO_LIMIT, SMALL, UNNUMBERED};
 use crate::record::recording::{Action, Event, RecordedStream, Recording};
 
-/// Most bytes of an event: more than any device has, and few enough to be added up.
+/// The maximum size in an event: more than any device has, and small enough for sums.
 const MOST_BYTES: u64 = (1 << 48) - 1;
-/// Most records of a recording that are read, whatever the caller allows: so streams have numbers of 32 bits.
+/// The maximum number of records read, whatever the caller allows: so streams have 32-bit numbers.
 const MOST_RECORDS: u64 = u32::MAX as u64;
-/// Most names of a recording.
+/// The maximum number of names in a recording.
 const MOST_NAMES: usize = 1 << 20;
 
-/// A recording cannot be read.
+/// Why a recording cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
-    /// The file does not begin as a recording does.
+    /// The file does not begin like a recording.
     #[error("this is no recording of cualloc")]
     NotARecording,
-    /// Another version of this crate wrote it.
+    /// The file was written by an incompatible version of this crate.
     #[error(
         "expected a recording of version {}, found version {found}",
         file::VERSION
@@ -34,23 +34,23 @@ pub enum ReadError {
         /// The version of the file.
         found: u32,
     },
-    /// There are more events than may be read.
+    /// The file has more events than the caller allows.
     #[error("the recording has more than {limit} events")]
     TooManyEvents {
-        /// What may be read.
+        /// The allowed number.
         limit: u64,
     },
-    /// Something in the file cannot be.
+    /// The file contains an invalid value.
     #[error("byte {at}: {what}")]
     Damaged {
-        /// Where, in bytes from the beginning.
+        /// Byte offset from the beginning.
         at: usize,
         /// What is wrong.
         what: &'static str,
     },
 }
 
-/// Bytes with a place in them.
+/// Bytes with a current position.
 struct Bytes<'a> {
     all: &'a [u8],
     at: usize,
@@ -81,7 +81,7 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// A record with what puts it in order: its ring, and its place in there.
+/// A record with its sort key: its ring, and its position in there.
 struct Raw {
     record: record::Record,
     ring: u32,
@@ -128,18 +128,19 @@ impl Parts {
 }
 
 impl Recording {
-    /// Most events that [`read`](Self::read) takes: 2^26. They need 6 GiB of memory while they are read.
+    /// The maximum number of events that [`read`](Self::read) accepts: 2^26. They need 6 GiB of memory while they are
+    /// read.
     pub const MOST_EVENTS: u64 = 1 << 26;
 
-    /// Reads a recording of either form from its bytes. A file that breaks off is read as far as it goes.
+    /// Reads a recording of either form from its bytes. A truncated file is read up to where it ends.
     ///
     /// # Errors
-    /// What is wrong with the bytes, and where.
+    /// The fault of the file and its position.
     pub fn read(bytes: &[u8]) -> Result<Recording, ReadError> {
         read(bytes, Self::MOST_EVENTS)
     }
 
-    /// [`read`](Self::read) of at most so many events.
+    /// Like [`read`](Self::read), for at most `limit` events.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -200,7 +201,7 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
     Ok(recording)
 }
 
-/// The file that a thread wrote. It may break off anywhere.
+/// Reads a file written by the writer thread. It may be truncated anywhere.
 fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
     let mut parts = Parts::default();
     while from.left() >= file::CHUNK_HEADER && !parts.complete {
@@ -213,7 +214,7 @@ fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
         let bytes = usize::try_from(bytes).map_err(|_| damaged("a chunk is too long"))?;
         let payload = match from.take(bytes) {
             Some(payload) => payload,
-            // The last one was not written to its end.
+            // The last record was not written completely.
             None => from.take(from.left()).unwrap_or_default(),
         };
         let mut payload = Bytes {
@@ -236,7 +237,7 @@ fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
     Ok(parts)
 }
 
-/// The file of rings. It was made in its full length.
+/// Reads a file of rings. It was created with its full length.
 fn rings(
     mut from: Bytes<'_>,
     [rings, capacity, names]: [u32; 3],
@@ -282,7 +283,7 @@ fn rings(
         };
         let mut header = Bytes { all: header, at: 0 };
         let written = written_in(records, header.u64().unwrap_or(0), capacity);
-        // The oldest may be half overwritten by the one that was not counted yet.
+        // The oldest record may be partly overwritten by one that was not counted yet.
         let first = written.saturating_sub(capacity - 1);
         parts.lost = parts.lost.saturating_add(first);
         for number in first..written {
@@ -295,7 +296,8 @@ fn rings(
     Ok(parts)
 }
 
-/// How many records are written in a ring, of which so many are: those behind them that are of their lap.
+/// Returns how many records of a ring are valid, given the number known to be written: following records count if they
+/// belong to the same lap.
 fn written_in(records: &[u8], known: u64, capacity: u64) -> u64 {
     let end = known.saturating_add(capacity);
     let is_written = |number: &u64| {
@@ -311,8 +313,8 @@ fn written_in(records: &[u8], known: u64, capacity: u64) -> u64 {
         .unwrap_or(end)
 }
 
-/// Makes the records of each ring, which are in the order of their writing, rise in time: a processor may read its
-/// counter a little early. What was there at the start was told of later, and stays at the start.
+/// Makes the times of each ring's records, which are in writing order, non-decreasing: a processor may read its counter
+/// slightly early. Blocks that existed at the start were recorded later, and stay at the start.
 fn straighten(records: &mut [Raw], first: u64) {
     let mut latest: HashMap<u32, u64> = HashMap::new();
     for raw in records {
@@ -325,7 +327,7 @@ fn straighten(records: &mut [Raw], first: u64) {
     }
 }
 
-/// Puts records in order, and makes events of them.
+/// Sorts records and converts them to events.
 fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recording {
     straighten(&mut parts.records, first);
     parts
@@ -342,7 +344,7 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
     let mut causes: HashMap<(u32, u16), (Option<Cause>, u64)> = HashMap::new();
     for raw in &parts.records {
         let (number, address, bytes, slot, context, allocator) = record::parts(&raw.record);
-        // Of a later version, or nonsense.
+        // From a later version, or invalid.
         let Some(kind) = KINDS.into_iter().find(|kind| *kind as u64 == number) else {
             continue;
         };
@@ -420,8 +422,7 @@ fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recor
     recording
 }
 
-/// Events, some of which were lost, with the frees that must have been among those: before a block that lies where
-/// another one is live.
+/// Adds the frees that must be among lost events: one before each block that overlaps a live one.
 fn with_lost_frees(events: Vec<Event>) -> Vec<Event> {
     let mut live: BTreeMap<(u16, u64), Event> = BTreeMap::new();
     let mut whole = Vec::with_capacity(events.len());
@@ -456,16 +457,16 @@ fn with_lost_frees(events: Vec<Event>) -> Vec<Event> {
     whole
 }
 
-/// Which streams the slots of allocators stand for.
+/// Maps the slots of allocators to streams.
 #[derive(Default)]
 struct Slots {
     known: HashMap<(u16, u16), (u32, bool)>,
-    /// Streams that have no number in records, by allocator and handle.
+    /// Streams without a number in records, by allocator and handle.
     others: HashMap<(u16, u64), u32>,
 }
 
 impl Slots {
-    /// A slot stands for a stream with a handle from here on.
+    /// Assigns a stream with this handle to a slot from here on.
     fn begin(&mut self, streams: &mut Vec<RecordedStream>, slot: (u16, u16), handle: u64) {
         if slot.1 == UNNUMBERED {
             let number = self.others.entry((slot.0, handle));
@@ -475,7 +476,7 @@ impl Slots {
         }
         if let Some((number, told)) = self.known.get_mut(&slot) {
             let stream = &mut streams[*number as usize];
-            // The same one, told of again, or one that was used before it was told of.
+            // The same stream was recorded again, or was used before its record.
             if stream.handle == handle || !*told {
                 (stream.handle, *told) = (handle, true);
                 return;
@@ -493,7 +494,7 @@ impl Slots {
     }
 }
 
-/// Adds a stream: there are no more than records, whose [number](MOST_RECORDS) is bounded.
+/// Adds a stream. There are at most as many streams as records, whose [number](MOST_RECORDS) is bounded.
 fn add(streams: &mut Vec<RecordedStream>, allocator: u16, handle: u64) -> u32 {
     streams.push(RecordedStream { allocator, handle });
     (streams.len() - 1) as u32
@@ -517,7 +518,7 @@ mod tests {
         assert_eq!(times, [20, 15, 20, 10, 16, 21]);
     }
 
-    /// A file of one ring of four records, with a head and the times and laps of its records.
+    /// Builds a file of one ring of four records, with a head and the times and laps of its records.
     fn ring(version: u32, head: u64, records: [(u64, u64); 4]) -> Vec<u8> {
         let mut bytes = file::MAGIC.to_vec();
         bytes.extend(version.to_le_bytes());
@@ -547,13 +548,13 @@ mod tests {
     #[test]
     fn records_of_a_ring_are_counted_by_their_laps() {
         let second = [(5, 2), (6, 2), (3, 1), (4, 1)];
-        // The third may be half overwritten.
+        // The third record may be partly overwritten.
         assert_eq!(times(&ring(2, 4, second)), (vec![4, 5, 6], 3));
         assert_eq!(times(&ring(2, 6, second)), (vec![4, 5, 6], 3));
         let first = [(1, 1), (2, 1), (3, 1), (0, 0)];
         assert_eq!(times(&ring(2, 0, first)), (vec![1, 2, 3], 0));
         assert_eq!(times(&ring(2, 0, [(0, 0); 4])), (vec![], 0));
-        // Nonsense comes to an end.
+        // Invalid input terminates.
         assert_eq!(times(&ring(2, u64::MAX, second)).0.len(), 3);
         assert_eq!(times(&ring(2, 0, [(1, 9); 4])).0.len(), 3);
     }

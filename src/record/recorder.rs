@@ -1,4 +1,4 @@
-//! How a program has itself recorded.
+//! Starting, reading and stopping recordings of this process.
 
 use std::io;
 use std::path::Path;
@@ -19,31 +19,31 @@ use crate::record::snapshot::Snapshot;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Target<'a> {
-    /// To memory: the newest events, 32767 of each stream cache (a stream has one, or one for each thread that uses
-    /// it), as many of other blocks, as many of allocators, streams and memory of the driver, and all blocks that are
-    /// live at the start. [`Recorder::read`] and [`Recorder::dump`] have them.
+    /// To memory: the newest 32767 events of each stream cache (one per stream, or one per thread that uses the
+    /// stream), the same number for other blocks, and for allocators, streams and driver memory, and all blocks that
+    /// are live at the start. Read by [`Recorder::read`] and [`Recorder::dump`].
     Memory,
-    /// To a file, by a thread of its own every 20 milliseconds, or when a ring is half full: all events that the thread
-    /// keeps up with. Those that were overwritten before are counted as lost.
+    /// To a file, by a separate thread every 20 milliseconds, or when a ring is half full. Events overwritten before
+    /// the thread has read them are counted as lost.
     File(&'a Path),
-    /// To a file that is mapped into memory: the newest events, 16383 of each stream cache, for at most 62 stream
-    /// caches; events of further ones are counted as lost. The file is whole whenever the process ends, however that
-    /// happens. It has 33 MiB, which are taken from the file system at the start.
-    /// Nobody may make it shorter meanwhile: that ends the process, as with any mapped file. Linux only.
+    /// To a memory-mapped file: the newest 16383 events of each stream cache, for at most 62 stream caches; events of
+    /// further ones are counted as lost. The file is complete whenever and however the process ends. It has 33 MiB,
+    /// which are allocated from the file system at the start. Truncating it during the recording kills the process, as
+    /// with any mapped file. Linux only.
     Mapped(&'a Path),
 }
 
-/// Why there is no recording.
+/// Why a recording failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecorderError {
-    /// Another one runs, or is just ending: there is one in a process, at most.
+    /// Another recording is running, or just ending: a process has at most one.
     #[error("another recording runs in this process, or is just ending")]
     Busy,
     /// The file cannot be written.
     #[error("the recording cannot be written")]
     Io(#[from] io::Error),
-    /// What was written cannot be read.
+    /// The recorded data cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
 }
@@ -57,44 +57,46 @@ impl From<Refusal> for RecorderError {
     }
 }
 
-/// What a recording came to.
+/// The result of a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Recorded {
-    /// Events in the file; 0 if there was none that a thread wrote.
+    /// Events in the file; 0 if no file was written by the writer thread.
     pub events: u64,
-    /// Events that the rings had no room for until they were written.
+    /// Events overwritten in the rings before they were written to the file.
     pub lost: u64,
 }
 
-/// A recording of all allocators of the process while it lives. What is live when it starts is recorded as that.
+/// A recording of all allocators of the process, for as long as this value lives. Blocks that are live when it starts
+/// are recorded as held.
 ///
-/// All methods may be called from any thread. Files are made with access for their owner alone, replace whatever
-/// stands in their place (a link, not what that leads to), and are never opened by a name that was there before.
+/// All methods may be called from any thread. Files are accessible only for their owner, replace an existing file (a
+/// link itself, not its target), and are never opened by a name that existed before.
 #[derive(Debug)]
 pub struct Recorder {
     running: Running,
 }
 
 impl Recorder {
-    /// Begins to record. The first call in a process takes two milliseconds, in which the clock is measured. A call of
-    /// another thread that is under way meanwhile may be missed, so a recording that has to be exact begins before
-    /// threads do. In a process that is forked later the recording is over: nothing of the child is recorded.
+    /// Starts recording. The first call in a process takes two milliseconds, in which the clock is calibrated. Calls in
+    /// progress on other threads may be missed, so a recording that must be exact starts before the threads. A process
+    /// forked later does not record.
     ///
     /// # Errors
-    /// [`RecorderError::Busy`], also while `CUALLOC_RECORD` has the process recorded; [`RecorderError::Io`].
+    /// [`RecorderError::Busy`], also while `CUALLOC_RECORD` is recording the process; [`RecorderError::Io`].
     pub fn start(target: Target<'_>) -> Result<Recorder, RecorderError> {
         Recorder::start_with_stacks(target, 0)
     }
 
-    /// [`start`](Self::start), with the stacks of some allocations: one for each `bytes` that are asked for, on the
-    /// average, whatever the sizes of blocks are (rounded up to a multiple of 512; 0 for none). So few are taken with
-    /// some hundreds of KiB that it can stay on, and [`Profile::of_stacks`](crate::record::Profile::of_stacks) tells
-    /// from them who holds how much, with an error of about one part in the square root of the stacks taken.
+    /// Like [`start`](Self::start), with the stacks of sampled allocations: one per `bytes` allocated, on average,
+    /// whatever the sizes of blocks (rounded up to a multiple of 512; 0 for none). With some hundreds of KiB, sampling
+    /// is rare enough to stay on, and [`Profile::of_stacks`](crate::record::Profile::of_stacks) computes from the
+    /// samples which code holds how much, with a relative error of about one over the square root of the number of
+    /// samples.
     ///
-    /// A stack is that of the thread, of its 64 innermost functions, or what [`set_stack_source`] says. It takes some
-    /// microseconds, and at the first time milliseconds for its names. A program may have 65535 stacks and contexts. On other systems than Unix there
-    /// is one stack for all, unless a source says more.
+    /// A stack consists of the 64 innermost functions of the thread, or is returned by [`set_stack_source`]. It takes
+    /// some microseconds, and milliseconds the first time, for its names. A program may have 65535 stacks and contexts.
+    /// On systems other than Unix all samples have the same stack, unless a source is set.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -108,16 +110,16 @@ impl Recorder {
         Ok(Recorder { running })
     }
 
-    /// Writes a file of what the rings hold now; the recording goes on. The file at `path` is replaced when the new one
-    /// is whole.
+    /// Writes the current contents of the rings to a file; the recording goes on. The file at `path` is replaced once
+    /// the new one is complete.
     ///
     /// # Errors
-    /// The file system's.
+    /// Those of the file system.
     pub fn dump(&self, path: &Path) -> io::Result<()> {
         file::write_whole(path, |writer| self.write(writer))
     }
 
-    /// As [`dump`](Self::dump), but a memory snapshot of PyTorch's, as a pickle ([`Snapshot::to_pickle`]).
+    /// Like [`dump`](Self::dump), but writes a PyTorch memory snapshot as a pickle ([`Snapshot::to_pickle`]).
     ///
     /// # Errors
     /// As [`read`](Self::read), and the file system's.
@@ -128,10 +130,10 @@ impl Recorder {
         })?)
     }
 
-    /// [`dump`](Self::dump) to a writer.
+    /// Like [`dump`](Self::dump), to a writer.
     ///
     /// # Errors
-    /// The writer's.
+    /// Those of the writer.
     pub fn write(&self, writer: &mut dyn io::Write) -> io::Result<()> {
         let session = &self.running.session;
         let mut chunks = Chunks::begin(session, writer)?;
@@ -139,66 +141,67 @@ impl Recorder {
         chunks.end()
     }
 
-    /// What the rings hold now, read back.
+    /// Reads back the current contents of the rings.
     ///
     /// # Errors
-    /// [`RecorderError::Read`], which no recording of this crate gives.
+    /// [`RecorderError::Read`], which does not occur for recordings of this crate.
     pub fn read(&self) -> Result<Recording, RecorderError> {
         let mut bytes = Vec::new();
         self.write(&mut bytes)?;
         Ok(Recording::read(&bytes)?)
     }
 
-    /// Ends the recording, and its file if it has one. Dropping it does the same without a word of failures.
+    /// Stops the recording, and completes its file if it has one. Dropping it does the same, but ignores failures.
     ///
     /// # Errors
-    /// [`RecorderError::Io`] if the file could not be written: what is in it is good as far as it goes.
+    /// [`RecorderError::Io`] if the file could not be written: it is readable up to the failure.
     pub fn finish(self) -> Result<Recorded, RecorderError> {
         let (events, lost) = self.running.finish()?;
         Ok(Recorded { events, lost })
     }
 }
 
-/// Has samples of stacks ask `source` for the place in the program: a context, whose name is a stack with its outermost
-/// function first and semicolons between; of [`Context::NONE`] the thread's own stack is taken. `None` does without.
+/// Sets the function that samples of stacks call for the place in the program. It returns a context whose name is a
+/// stack, outermost function first, separated by semicolons; for [`Context::NONE`] the thread's native stack is taken.
+/// `None` removes the function.
 ///
-/// It is called by the thread that has just been given a block, which holds no lock of this crate. What it allocates
-/// itself is not sampled. When another one is set, or none, this waits until no other thread is in the former one; for two
-/// seconds at most, as that thread may wait for something that the caller holds.
+/// It is called by the thread that was just given a block, without a lock of this crate. Allocations made inside it are
+/// not sampled. When it is replaced or removed, this waits until no other thread is in the former function, at most two
+/// seconds, since such a thread may wait for something that the caller holds.
 pub fn set_stack_source(source: Option<Arc<dyn Fn() -> Context + Send + Sync>>) {
     let source = source.map(|source| -> sample::Source { Arc::new(move || source().0) });
     sample::set_source(source);
 }
 
-/// A name for what a thread is doing: the events that it causes carry it.
+/// A name for what a thread is doing, recorded with the events it causes.
 ///
-/// A program may have 65535 of them; those that come later have none. Of a name longer than 4096 bytes the
-/// innermost parts are kept.
+/// A program may have 65535 names; further ones are ignored. Of a name longer than 4096 bytes the innermost parts are
+/// kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Context(u32);
 
 impl Context {
-    /// What a thread is in at first.
+    /// The initial context of a thread.
     pub const NONE: Context = Context(0);
 
-    /// The context with a name. Takes a lock: keep what it returns.
+    /// Returns the context with a name. Takes a lock: keep the result.
     pub fn new(name: &str) -> Context {
         let context = Context(names::number_of(name));
         session::names_changed();
         context
     }
 
-    /// The context's number in recordings, from 1; 0 for [`NONE`](Self::NONE).
+    /// Returns the context's number in recordings, from 1; 0 for [`NONE`](Self::NONE).
     pub fn id(self) -> u32 {
         self.0
     }
 
-    /// The context with a number that [`id`](Self::id) gave. One that nobody has stands for no name.
+    /// Returns the context with a number from [`id`](Self::id). An unknown number stands for no name.
     pub fn from_id(id: u32) -> Context {
         Context(id)
     }
 
-    /// Puts the calling thread into the context until it is put into another. The one that it was in.
+    /// Sets the context of the calling thread and returns the previous one.
     pub fn enter(self) -> Context {
         Context(names::set_context(self.0))
     }

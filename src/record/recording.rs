@@ -6,46 +6,46 @@ use crate::allocator::Regime;
 use crate::error::Cause;
 use crate::trace::{RowMaker, Trace, TraceError};
 
-/// What happened.
+/// The kind of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Action {
-    /// A block was live already when the recording began.
+    /// A block that was already live when the recording began.
     Held,
-    /// A block was handed out.
+    /// A block was allocated.
     Allocate,
-    /// A block was given up.
+    /// A block was freed.
     Free,
-    /// Another stream was recorded on the block around the address.
+    /// Another stream was recorded on the block that contains the address.
     Use,
-    /// Memory came from the driver: a handle mapped into an arena, or a segment of `cuMemAlloc`.
+    /// Memory was obtained from the driver: a handle mapped into an arena, or a segment of `cuMemAlloc`.
     Map {
-        /// Whether it is of the small pool.
+        /// Whether it belongs to the small pool.
         small: bool,
         /// Whether it is a handle mapped into an arena.
         mapped: bool,
     },
-    /// Memory went back to the driver.
+    /// Memory was returned to the driver.
     Unmap {
-        /// Whether it was of the small pool.
+        /// Whether it belonged to the small pool.
         small: bool,
         /// Whether it was a handle mapped into an arena.
         mapped: bool,
     },
-    /// A request found no memory.
+    /// A request failed for lack of memory.
     OutOfMemory {
-        /// Why, if the recording says so.
+        /// The cause, if the recording contains it.
         cause: Option<Cause>,
-        /// Bytes that were missing, rounded up to a multiple of 512, if the recording says so.
+        /// Missing bytes, rounded up to a multiple of 512, if recorded.
         missing: Option<u64>,
-        /// Bytes that the device had free, rounded down to a multiple of 512, if the recording says so.
+        /// Free bytes of the device, rounded down to a multiple of 512, if recorded.
         device_free: Option<u64>,
     },
-    /// The limit of the allocator is this from here on; none if it has no limit.
+    /// The new limit of the allocator; none if it has no limit.
     Limit(Option<u64>),
-    /// The memory regime of the allocator is this from here on.
+    /// The new memory regime of the allocator.
     Regime(Regime),
-    /// The stack of the block at the address was taken, which was just handed out: the context is the stack.
+    /// The stack of the block just allocated at the address: the context is the stack.
     Sample,
 }
 
@@ -53,19 +53,17 @@ pub enum Action {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Event {
-    /// What happened.
+    /// The kind of the event.
     pub action: Action,
-    /// When: nanoseconds since the recording began.
+    /// Nanoseconds since the recording began.
     pub time: u64,
-    /// The first byte of what it is about; 0 for [`Action::OutOfMemory`], [`Action::Limit`] and
-    /// [`Action::Regime`].
+    /// The first byte of the block or memory; 0 for [`Action::OutOfMemory`], [`Action::Limit`] and [`Action::Regime`].
     pub address: u64,
-    /// Bytes, of a block as they were asked for; 0 for [`Action::Use`], [`Action::Limit`] and
-    /// [`Action::Regime`].
+    /// Size in bytes, for blocks the requested size; 0 for [`Action::Use`], [`Action::Limit`] and [`Action::Regime`].
     pub bytes: u64,
-    /// The stream, as an index of [`Recording::streams`]; of memory from the driver 0 means nothing.
+    /// The stream, as an index of [`Recording::streams`]; meaningless if 0 and the event is about driver memory.
     pub stream: u32,
-    /// The context that the thread was in, as [`Recording::context`] takes it; 0 for none.
+    /// The context of the thread, for [`Recording::context`]; 0 for none.
     pub context: u32,
     /// The number of the allocator in its process, modulo 65536.
     pub allocator: u16,
@@ -77,7 +75,7 @@ pub struct Event {
 pub struct RecordedStream {
     /// The number of its allocator.
     pub allocator: u16,
-    /// The driver's handle; 0, 1 and 2 are default streams. It may be that of several streams, one after the other.
+    /// The driver's handle; 0, 1 and 2 are default streams. Several streams may have had it, one after the other.
     pub handle: u64,
 }
 
@@ -88,7 +86,7 @@ pub struct Recording {
     pub(super) streams: Vec<RecordedStream>,
     pub(super) contexts: BTreeMap<u32, String>,
     pub(super) devices: BTreeMap<u16, usize>,
-    /// Bytes of the devices of allocators.
+    /// Memory sizes of the devices of allocators.
     pub(super) memory: BTreeMap<u16, u64>,
     pub(super) start: u64,
     pub(super) lost: u64,
@@ -97,35 +95,35 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// What the file of every recording begins with.
+    /// The first bytes of every recording's file.
     pub const MAGIC: [u8; 8] = crate::event::file::MAGIC;
 
-    /// All events, by time.
+    /// Returns all events, by time.
     pub fn events(&self) -> &[Event] {
         &self.events
     }
 
-    /// The streams that events name.
+    /// Returns the streams that events refer to.
     pub fn streams(&self) -> &[RecordedStream] {
         &self.streams
     }
 
-    /// The name of a context; `None` for none.
+    /// Returns the name of a context; `None` for none.
     pub fn context(&self, context: u32) -> Option<&str> {
         self.contexts.get(&context).map(String::as_str)
     }
 
-    /// The ordinal of an allocator's device; 0 if the recording does not say.
+    /// Returns the ordinal of an allocator's device; 0 if it is not recorded.
     pub fn device_of(&self, allocator: u16) -> usize {
         self.devices.get(&allocator).copied().unwrap_or(0)
     }
 
-    /// The allocators that the recording knows, and the devices of them.
+    /// Returns the recorded allocators and their devices.
     pub fn allocators(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
         self.devices.iter().map(|(id, device)| (*id, *device))
     }
 
-    /// The part of the recording that is about one device.
+    /// Returns the part of the recording about one device.
     pub fn of_device(&self, device: usize) -> Recording {
         let mut part = self.clone();
         part.devices.retain(|_, of| *of == device);
@@ -134,12 +132,12 @@ impl Recording {
         part
     }
 
-    /// Bytes of memory of an allocator's device; none if the recording does not say.
+    /// Returns the memory size of an allocator's device in bytes; none if it is not recorded.
     pub fn device_memory_of(&self, allocator: u16) -> Option<u64> {
         self.memory.get(&allocator).copied()
     }
 
-    /// The limit of an allocator at the end; none if it had none, or the recording does not say.
+    /// Returns the limit of an allocator at the end; none if it had no limit, or if it is not recorded.
     pub fn limit_of(&self, allocator: u16) -> Option<u64> {
         let own = self
             .events
@@ -152,32 +150,33 @@ impl Recording {
         })?
     }
 
-    /// Nanoseconds since 1970 when it began.
+    /// Returns the start of the recording in nanoseconds since 1970.
     pub fn start(&self) -> u64 {
         self.start
     }
 
-    /// Events that there was no room for.
+    /// Returns the number of lost events.
     pub fn lost(&self) -> u64 {
         self.lost
     }
 
-    /// Whether the recording was ended, and not broken off.
+    /// Whether the recording was stopped properly, rather than truncated.
     pub fn is_complete(&self) -> bool {
         self.complete
     }
 
-    /// Bytes that were asked for between two stacks, on the average; 0 if none were taken.
+    /// Returns the average number of bytes allocated between two stack samples; 0 if none were taken.
     pub fn sampling(&self) -> u64 {
         self.sampling
     }
 
-    /// The allocations and frees as a trace that can be replayed: of one allocator, or of all of them. What was live
-    /// when the recording began comes first. Frees of blocks that the recording does not know are left out, and so
-    /// is an allocation of no bytes. Requests that failed are rows of [`Op::Oom`](crate::trace::Op::Oom).
+    /// Converts allocations and frees to a trace that can be replayed: of one allocator, or of all of them. Blocks that
+    /// were live when the recording began come first. Frees of unknown blocks and allocations of 0 bytes are omitted.
+    /// Failed requests are rows of [`Op::Oom`](crate::trace::Op::Oom).
     ///
     /// # Errors
-    /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): the bytes of a recording from a stranger may add up to anything.
+    /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): in an untrusted recording the
+    /// bytes may add up to any number.
     pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
         let mut live = BTreeMap::new();
         let mut rows = RowMaker::default();
@@ -189,7 +188,7 @@ impl Recording {
             match event.action {
                 Action::Held if live.contains_key(&place) => {}
                 Action::Held | Action::Allocate if event.bytes > 0 => {
-                    // One whose free was lost, or that was seen when the recording began.
+                    // A block whose free was lost, or that was held when the recording began.
                     rows.free(live.remove(&place));
                     let block = rows.allocate(event.stream, event.bytes, event.context);
                     live.insert(place, block);

@@ -1,4 +1,4 @@
-//! What memory looks like at the end of a recording, by its events alone, so that both always agree.
+//! Reconstructs the memory layout at the end of a recording from its events alone, so that both always agree.
 
 use std::collections::BTreeMap;
 
@@ -6,21 +6,21 @@ use crate::allocator::size::GRANULE;
 use crate::record::recording::{Action, Event, Recording};
 use crate::record::snapshot::{Act, Block, DEVICES, Entry, Segment, Snapshot, State};
 
-/// Addresses and handles are below this, as readers need it that know numbers with a point alone.
+/// Addresses and handles are limited to this value, for readers that represent all numbers as floating point.
 const HIGHEST: u64 = 1 << 53;
-/// Bytes of a context's name that are kept, from its end.
+/// The number of bytes kept of a context's name, from its end.
 const MOST_NAME: usize = 256;
-/// How many events at most stand between an allocation and the stack that was taken of it.
+/// The maximum number of events between an allocation and the record of its stack.
 const BESIDE: usize = 4096;
 
-/// Memory from the driver, by its first byte.
+/// Driver memory, by its first byte.
 #[derive(Clone, Copy)]
 struct Held {
     bytes: u64,
     small: bool,
     mapped: bool,
     stream: u64,
-    /// It stands for the part of a view that a block lies in.
+    /// The part of a view that a block lies in.
     view: bool,
 }
 
@@ -36,12 +36,12 @@ struct Device {
     entries: Vec<Entry>,
 }
 
-/// The granules of a block.
+/// Returns the granules of a block.
 fn rounded(bytes: u64) -> u64 {
     bytes.next_multiple_of(GRANULE)
 }
 
-/// Whether a range is free of those that a map has, whose lengths `length` says.
+/// Whether a range overlaps none of the ranges in a map; `length` returns their lengths.
 fn is_clear<T>(map: &BTreeMap<u64, T>, at: u64, bytes: u64, length: impl Fn(&T) -> u64) -> bool {
     let before = map.range(..at + bytes).next_back();
     before.is_none_or(|(first, value)| first + length(value) <= at)
@@ -59,7 +59,7 @@ impl Device {
         });
     }
 
-    /// Whether a range lies in memory from the driver, which may be several pieces side by side.
+    /// Whether a range lies in driver memory, possibly in several adjacent pieces.
     fn is_held(&self, mut at: u64, bytes: u64) -> bool {
         let end = at + bytes;
         while at < end {
@@ -89,7 +89,7 @@ impl Device {
             .held
             .get(&event.address)
             .map(|held| event.address + held.bytes);
-        // What still stands there was lost, and goes first.
+        // The end of what is still there was lost, so it is removed first.
         let lost = end
             .into_iter()
             .flat_map(|end| self.live.range(event.address..end));
@@ -122,7 +122,7 @@ impl Device {
                 view: true,
             };
             self.hold(event, start, view);
-            // Only a recording that was tampered with has memory that is there in part.
+            // Only a manipulated recording has partially existing memory.
             if !self.is_held(event.address, bytes) {
                 return;
             }
@@ -144,13 +144,13 @@ impl Device {
         }
     }
 
-    /// A block and its allocation have the stack that was taken of them.
+    /// Assigns the sampled stack to a block and its allocation.
     fn sampled(&mut self, event: &Event) {
         let Some(live) = self.live.get_mut(&event.address) else {
             return;
         };
         live.event.context = event.context;
-        // Behind the allocation stands what other threads did meanwhile.
+        // Events of other threads may lie between the allocation and the stack.
         let newest = self.entries.iter_mut().rev().take(BESIDE);
         let mut own = newest.filter(|entry| entry.act == Act::Alloc);
         if let Some(entry) = own.find(|entry| entry.address == event.address) {
@@ -158,7 +158,7 @@ impl Device {
         }
     }
 
-    /// What is held at the end: handles that lie side by side are one segment.
+    /// Returns the memory held at the end: adjacent handles form one segment.
     fn segments(&self, device: usize) -> Vec<Segment> {
         let mut segments: Vec<Segment> = Vec::new();
         let mut last_view = false;
@@ -187,7 +187,7 @@ impl Device {
         segments
     }
 
-    /// Puts the blocks of a segment in their places, and free ones between them.
+    /// Places the blocks of a segment, with free ones between them.
     fn fill(&self, segment: &mut Segment) {
         let end = segment.address + segment.size;
         let mut at = segment.address;
@@ -216,17 +216,18 @@ impl Device {
 }
 
 impl Snapshot {
-    /// The snapshot at the end of a recording, with the recording as its traces.
+    /// Builds the snapshot at the end of a recording, with the recording as its traces.
     ///
-    /// A block in a view is in a segment of its own, which its allocation maps: the bytes of it are counted where they
-    /// are at home as well. Blocks whose allocation the recording has lost are left out. Where the stack of an allocation
-    /// was [sampled](crate::record::Recorder::start_with_stacks) its frames are that stack, else the context of the thread.
+    /// A block in a view is in a separate segment, which its allocation maps: its bytes are also counted at their home
+    /// address. Blocks whose allocation was lost are omitted. If the stack of an allocation was
+    /// [sampled](crate::record::Recorder::start_with_stacks), its frames are that stack, otherwise the context of the
+    /// thread.
     pub fn of(recording: &Recording) -> Snapshot {
         snapshot(recording)
     }
 }
 
-/// A snapshot of the end of a recording.
+/// Builds a snapshot of the end of a recording.
 fn snapshot(recording: &Recording) -> Snapshot {
     let mut devices: Vec<Device> = Vec::new();
     let start = recording.start();
@@ -270,7 +271,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
         }
     }
     let most = recording.contexts.keys().next_back().copied().unwrap_or(0);
-    // Numbers of a recording that was tampered with may be anything.
+    // Numbers of a manipulated recording may have any value.
     let most = most.min(1 << 16);
     let name = |number| innermost(recording.context(number).unwrap_or_default()).to_owned();
     Snapshot {
@@ -285,7 +286,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
     }
 }
 
-/// The end of a context's name: each block and event is written with it.
+/// Returns the end of a context's name, which is written with every block and event.
 fn innermost(name: &str) -> &str {
     let from = name.len().saturating_sub(MOST_NAME);
     let start = (from..=name.len()).find(|at| name.is_char_boundary(*at));

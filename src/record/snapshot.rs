@@ -7,11 +7,11 @@ use crate::record::pickle;
 use crate::record::pickle::Pickle;
 use crate::record::tree::MOST_FRAMES;
 
-/// What a block of a segment is.
+/// The state of a block of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     Live,
-    /// Freed, and other streams may still use it.
+    /// Freed, but other streams may still use it.
     Pending,
     Free,
 }
@@ -36,7 +36,7 @@ pub(super) struct Block {
     pub size: u64,
     pub requested: u64,
     pub state: State,
-    /// Of the snapshot's names, from 1; 0 for none.
+    /// Index into the snapshot's names, from 1; 0 for none.
     pub context: u32,
 }
 
@@ -53,13 +53,13 @@ pub(super) struct Segment {
     pub blocks: Vec<Block>,
 }
 
-/// What happened, by the names of the format.
+/// Event kinds, with the names of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Act {
     Alloc,
     FreeRequested,
     FreeCompleted,
-    /// Both in one, in files of older versions.
+    /// Both in one event, in files of older versions.
     Free,
     SegmentAlloc,
     SegmentFree,
@@ -101,11 +101,11 @@ impl Act {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Entry {
     pub act: Act,
-    /// For [`Act::Oom`] the bytes that were free on the device.
+    /// For [`Act::Oom`], the free bytes of the device.
     pub address: u64,
     pub size: u64,
     pub stream: u64,
-    /// Older files do not say it.
+    /// Missing in older files.
     pub time_us: Option<u64>,
     pub context: u32,
 }
@@ -113,21 +113,21 @@ pub(super) struct Entry {
 /// Device ordinals are below this.
 pub(super) const DEVICES: usize = 1024;
 
-/// What the file of a snapshot leaves open.
+/// What the file of a snapshot leaves unspecified.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Gaps {
-    /// Blocks in use whose requested size is not known. Their own size counts.
+    /// Number of blocks in use whose requested size is unknown. Their own size is used.
     pub unrequested: u64,
-    /// Entries whose action is not known, by its name. They are left out.
+    /// Number of entries with an unknown action, by name. They are omitted.
     pub unknown: BTreeMap<String, u64>,
 }
 
-/// A memory snapshot as PyTorch has them: what each device's memory is divided into, and how it came to that.
+/// A PyTorch memory snapshot: the layout of each device's memory, and the events that led to it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Snapshot {
     pub(super) segments: Vec<Segment>,
     pub(super) traces: Vec<Vec<Entry>>,
-    /// Names of contexts: that of context 1 first.
+    /// Names of contexts, starting with that of context 1.
     pub(super) contexts: Vec<String>,
     pub(super) gaps: Gaps,
 }
@@ -143,7 +143,7 @@ impl Snapshot {
     /// Writes it as JSON with the same keys.
     #[cfg(feature = "json")]
     pub fn to_json(&self) -> String {
-        // Neither step can fail: the pickle has just been written, and all keys in it are texts.
+        // Neither step can fail: the pickle was just written, and all its keys are texts.
         let tree = pickle::read(&self.to_pickle()).unwrap_or_default();
         serde_json::to_string(&tree.root()).unwrap_or_default()
     }
@@ -244,7 +244,7 @@ impl Snapshot {
         self.contexts.get(at).map(String::as_str)
     }
 
-    /// The innermost parts of a context's name between semicolons as a stack, innermost first.
+    /// Splits the innermost parts of a context's name at semicolons, innermost first.
     fn write_frames(&self, context: u32, out: &mut Pickle) {
         out.text("frames");
         if out.again(context) {

@@ -1,29 +1,29 @@
-//! Stacks of a snapshot as names of contexts.
+//! Converts stacks of a snapshot to names of contexts.
 
 use std::collections::HashMap;
 
 use crate::record::tree::{MOST_FRAMES, Unexpected, Value};
 use crate::trace::Names;
 
-/// Bytes that the names may have together. A small file can share texts and so have any number of long stacks; those
-/// beyond are none.
+/// The maximum total size of the names. A small file can share texts and so contain any number of long stacks; those
+/// beyond the limit are dropped.
 const MOST_BYTES: usize = 64 << 20;
-/// Lines that a file of a program can have.
+/// The maximum line number of a source file.
 const MOST_LINES: u64 = i32::MAX as u64;
-/// Characters of a frame that are kept.
+/// The maximum number of characters kept of a frame.
 const MOST_CHARACTERS: usize = 200;
 
-/// Names of stacks, each once.
+/// Names of stacks, deduplicated.
 #[derive(Default)]
 pub(super) struct Stacks {
     pub names: Names,
     bytes: usize,
-    /// Contexts of lists of frames, which events share.
+    /// Contexts by list of frames, which events share.
     lists: HashMap<u32, u32>,
 }
 
 impl Stacks {
-    /// The context of a block or an event: its stack, or what the program said of it. 0 if there is neither.
+    /// Returns the context of a block or an event: its stack, or the program's own description. 0 if there is neither.
     pub(super) fn of(&mut self, value: &Value<'_>) -> Result<u32, Unexpected> {
         let frames = value.get("frames");
         let shared = frames.number();
@@ -35,7 +35,7 @@ impl Stacks {
             None => &[],
         };
         if parts.is_empty() {
-            // It may be anything else that the program chose.
+            // It may be any value that the program chose.
             let said = value
                 .get("user_metadata")
                 .text("a text")
@@ -63,7 +63,7 @@ impl Stacks {
     }
 }
 
-/// A frame as PyTorch's tools write it: the file without its folder, the line and the function, as far as they are known.
+/// Formats a frame as PyTorch's tools do: the file without its folder, the line and the function, as far as known.
 fn name(frame: &Value<'_>) -> Result<String, Unexpected> {
     let frame = frame.dict()?;
     let [file, line, function] = ["filename", "line", "name"].map(|key| frame.get(key));
@@ -76,14 +76,14 @@ fn name(frame: &Value<'_>) -> Result<String, Unexpected> {
         .map(|function| function.text("the name of a function"));
     let file = file.transpose()?.and_then(|file| file.rsplit('/').next());
     let file = file.filter(|file| !file.is_empty()).map(shortened);
-    // Python writes -1 where it knows none. Without a file a line means nothing.
+    // Python writes -1 for an unknown line. Without a file a line has no meaning.
     let line = line
         .transpose()?
         .filter(|line| file.is_some() && *line <= MOST_LINES);
     let function = shortened(function.transpose()?.unwrap_or("?"));
     let parts = [file, line.map(|line| line.to_string()), Some(function)];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
-    // Semicolons stand between frames.
+    // Semicolons separate frames, so they are replaced.
     Ok(parts.join(":").replace(';', ","))
 }
 

@@ -1,14 +1,14 @@
-//! An allocator's figures as text: for machines, and for people.
+//! An allocator's statistics as text: for monitoring, and for people.
 
 use std::fmt::Write;
 
 use crate::allocator::{Allocator, Counter, PoolStats, Regime, Stats};
 use crate::error::memory::Bytes;
 
-/// A row of the summary: its name, the figure, and whether that is bytes.
+/// A row of the summary: its name, its figure, and whether that is in bytes.
 type Row = (&'static str, fn(&PoolStats) -> Counter, bool);
 
-/// A figure of OpenMetrics: its name, what kind of figure it is, what it says, and its values with their labels.
+/// A metric of OpenMetrics: its name, type, help text, and samples with labels.
 struct Family {
     name: &'static str,
     kind: &'static str,
@@ -20,12 +20,12 @@ struct Family {
 #[derive(Default)]
 struct Families {
     all: Vec<Family>,
-    /// Labels of the allocator whose figures are added.
+    /// Labels of the allocator whose metrics are added.
     labels: String,
 }
 
 impl Families {
-    /// Adds the values of a figure, each with further labels.
+    /// Adds the samples of a metric, each with further labels.
     fn add<V: ToString>(
         &mut self,
         (kind, name): (&'static str, &'static str),
@@ -54,7 +54,7 @@ impl Families {
         self.add(("counter", name), help, [(String::new(), value)]);
     }
 
-    /// A gauge of each pool.
+    /// Adds a gauge for each pool.
     fn pools(
         &mut self,
         name: &'static str,
@@ -67,7 +67,7 @@ impl Families {
         self.add(("gauge", name), help, values);
     }
 
-    /// Adds the figures of an allocator.
+    /// Adds the metrics of an allocator.
     fn read(&mut self, allocator: &Allocator) {
         let stats = &allocator.stats();
         let device = allocator.context().device().ordinal();
@@ -130,13 +130,13 @@ impl Families {
     }
 }
 
-/// The figures of allocators in the text format of OpenMetrics, for whoever serves them to Prometheus. All of one
-/// allocator are of one instant but `cualloc_driver_calls_total`, which is of a later one and counts the calls of
-/// everything that uses the same driver. Labels are the device and the allocator's number. Amounts are bytes where the
-/// name says so, else numbers.
+/// Formats the statistics of allocators as OpenMetrics text, for Prometheus. The samples of one allocator are a
+/// consistent snapshot, except `cualloc_driver_calls_total`, which is read later and counts the calls of all users of
+/// the same driver. The labels are the device and the allocator's number. Names state where amounts are bytes;
+/// otherwise they are counts.
 ///
-/// The text is a whole answer: the format has each name once and one end, so what has several allocators asks for all of
-/// them in one call.
+/// The text is a complete response: the format allows each name and the end marker only once, so a program with several
+/// allocators passes all of them in one call.
 ///
 /// ```
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
@@ -176,8 +176,8 @@ pub fn metrics<'a>(allocators: impl IntoIterator<Item = &'a Allocator>) -> Strin
     text
 }
 
-/// A table of figures for people, in the manner of `torch.cuda.memory_summary`. Peaks that are upper bounds are those
-/// that [`PoolStats`] names.
+/// Formats a table of statistics for people, similar to `torch.cuda.memory_summary`. [`PoolStats`] documents which
+/// peaks are upper bounds.
 pub fn summary(device: usize, stats: &Stats) -> String {
     let mut text = String::new();
     let line = "-".repeat(76);

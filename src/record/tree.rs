@@ -1,28 +1,29 @@
-//! Nested values as a file has them, whatever its format, and typed access to them.
+//! Nested values read from a file, independent of its format, with typed access.
 
 use std::fmt;
 
-/// Deepest nesting that is read.
+/// The maximum nesting depth.
 pub(super) const DEEPEST: usize = 64;
-/// Most frames of a stack: a name may have thousands of parts, and each block and event is written with its stack.
+/// The maximum number of frames of a stack: a name may have thousands of parts, and each block and event is written
+/// with its stack.
 pub(super) const MOST_FRAMES: usize = 32;
-/// Keys of a dictionary that are looked at.
+/// The maximum number of dictionary keys searched.
 const MOST_KEYS: usize = 256;
-/// Characters of a text that an error quotes.
+/// The maximum number of characters of a text that an error quotes.
 const QUOTED: usize = 40;
 
-/// Why a file is not read.
+/// Why a file cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fault {
     /// It ends too early.
     Short,
     /// An opcode of a pickle that plain values do not need.
     Opcode(u8),
-    /// Something in it cannot be.
+    /// Something in it is invalid.
     Damaged(&'static str),
 }
 
-/// A value; others that it holds by their numbers.
+/// A value; nested values are referenced by number.
 #[derive(Debug)]
 pub(super) enum Node {
     Null,
@@ -31,11 +32,11 @@ pub(super) enum Node {
     Number(u64),
     /// An integer below 0.
     Negative(i64),
-    /// An integer that neither of these can be.
+    /// An integer outside of both ranges.
     Huge,
     Float(f64),
     Text(String),
-    /// Its values, and how deep the deepest of them lies.
+    /// Its values, and the depth of the deepest of them.
     List(Vec<u32>, usize),
     Dict(Vec<(u32, u32)>, usize),
 }
@@ -48,12 +49,12 @@ pub(super) struct Tree {
 }
 
 impl Tree {
-    /// The number of its values.
+    /// Returns the number of values.
     pub(super) fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Adds a value; its number.
+    /// Adds a value and returns its number.
     pub(super) fn push(&mut self, node: Node) -> u32 {
         self.nodes.push(node);
         (self.nodes.len() - 1) as u32
@@ -70,7 +71,7 @@ impl Tree {
         }
     }
 
-    /// How deep values lie in a new one that holds these.
+    /// Returns the depth of a new value that contains these.
     pub(super) fn depth_around(&self, values: &[u32]) -> Result<usize, Fault> {
         let deepest = values.iter().map(|number| self.depth(*number)).max();
         match deepest.unwrap_or(0) + 1 {
@@ -79,7 +80,7 @@ impl Tree {
         }
     }
 
-    /// The outermost value.
+    /// Returns the outermost value.
     pub(super) fn root(&self) -> Value<'_> {
         Value {
             tree: self,
@@ -92,7 +93,7 @@ impl Tree {
     }
 }
 
-/// A value of a tree with the path to it, which errors name. It may also be a place where there is no value.
+/// A value of a tree with its path, for error messages. The value may be missing.
 #[derive(Clone, Copy)]
 pub(super) struct Value<'a> {
     tree: &'a Tree,
@@ -112,7 +113,7 @@ enum Step {
     Index(usize),
 }
 
-/// As a person writes it: `device_traces[0][17].addr`.
+/// Formats the path for people: `device_traces[0][17].addr`.
 impl fmt::Display for Path<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let outer = self.parent.map_or(String::new(), Path::to_string);
@@ -124,7 +125,7 @@ impl fmt::Display for Path<'_> {
     }
 }
 
-/// A value is not what the format has in its place.
+/// The error for a value of another type than the format requires.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Unexpected {
     pub at: String,
@@ -133,8 +134,8 @@ pub(super) struct Unexpected {
 }
 
 impl<'a> Value<'a> {
-    /// What a dictionary has for a key; the last value, if there are several. A dictionary with more than [`MOST_KEYS`]
-    /// is of no known kind, and only its last keys are looked at: to look for one key must not take long.
+    /// Returns the value of a key in a dictionary; the last one, if there are several. A dictionary with more than
+    /// [`MOST_KEYS`] keys is of no known kind, and only its last keys are searched, to bound the time of a lookup.
     pub(super) fn get<'b>(&'b self, key: &'static str) -> Value<'b> {
         let number = match self.node() {
             Some(Node::Dict(entries, _)) => {
@@ -150,7 +151,7 @@ impl<'a> Value<'a> {
         self.inner(number, Step::Key(key))
     }
 
-    /// The value with this index of a list.
+    /// Returns the value of a list with this index.
     pub(super) fn at<'b>(&'b self, index: usize, number: u32) -> Value<'b> {
         self.inner(Some(number), Step::Index(index))
     }
@@ -164,7 +165,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// The same value where the path begins with this name.
+    /// Returns the same value with a path that begins with this name.
     pub(super) fn named(mut self, name: &'static str) -> Value<'a> {
         self.path = Path {
             parent: None,
@@ -177,12 +178,12 @@ impl<'a> Value<'a> {
         self.tree.node(self.number?)
     }
 
-    /// Tells values apart that several places share.
+    /// Identifies the value, which several places may share.
     pub(super) fn number(&self) -> Option<u32> {
         self.number
     }
 
-    /// The value, if there is one.
+    /// Returns the value, if it exists.
     pub(super) fn exists(self) -> Option<Value<'a>> {
         match self.node() {
             None | Some(Node::Null) => None,
@@ -194,7 +195,7 @@ impl<'a> Value<'a> {
         matches!(self.node(), Some(Node::Dict(..)))
     }
 
-    /// The first keys of a dictionary.
+    /// Returns the first keys of a dictionary.
     pub(super) fn keys(&self) -> Vec<String> {
         match self.node() {
             Some(Node::Dict(entries, _)) => {
@@ -205,7 +206,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// An error that says what is here instead.
+    /// Creates an error that describes the value found.
     pub(super) fn unexpected(&self, expected: &'static str) -> Unexpected {
         Unexpected {
             at: self.path.to_string(),
@@ -214,7 +215,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// What is here, in words.
+    /// Describes the value.
     pub(super) fn found(&self) -> String {
         self.describe(self.number)
     }
@@ -266,7 +267,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// An address or a handle: 64 bits, which C++ also writes as a signed number.
+    /// Returns an address or a handle: 64 bits, which C++ may write as a signed number.
     pub(super) fn address(&self, expected: &'static str) -> Result<u64, Unexpected> {
         match self.node() {
             Some(Node::Number(number)) => Ok(*number),
@@ -275,7 +276,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// A count below a limit.
+    /// Returns a count below a limit.
     pub(super) fn count(&self, limit: u64, expected: &'static str) -> Result<u64, Unexpected> {
         match self.node() {
             Some(Node::Number(number)) if *number < limit => Ok(*number),
@@ -290,13 +291,13 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// A number of bytes.
+    /// Returns a number of bytes.
     pub(super) fn bytes(&self) -> Result<u64, Unexpected> {
         self.count(1 << 63, "a number of bytes")
     }
 }
 
-/// Writes the values as another format has them.
+/// Writes the values in another format.
 #[cfg(feature = "json")]
 impl serde::Serialize for Value<'_> {
     fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
