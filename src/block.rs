@@ -1,4 +1,4 @@
-//! What names a block: the label of its request, who it is, and where it is in its life.
+//! Identification of blocks: the label of a request, the id of a block, and its state.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -6,20 +6,20 @@ use std::hash::{Hash, Hasher};
 use crate::driver::sys;
 use crate::error::Error;
 
-/// A short static label of an allocation, for logs and statistics. "untagged" by default.
+/// A short static label of an allocation, for logs and statistics; by default "untagged".
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(&'static str);
 
 impl Tag {
-    /// The label of what has none.
+    /// The label of requests without one.
     pub(crate) const NONE: Tag = Tag("untagged");
 
-    /// A label.
+    /// Creates a label.
     pub const fn new(label: &'static str) -> Tag {
         Tag(label)
     }
 
-    /// The label's text.
+    /// Returns the label's text.
     pub const fn as_str(self) -> &'static str {
         self.0
     }
@@ -49,11 +49,11 @@ impl fmt::Display for Tag {
     }
 }
 
-/// One life of one block: a key, not an owner. It is a copy that is checked at each use, and refused when the
-/// block it was taken from is gone.
+/// The id of one allocation of a block: a key, not an owner. It is checked at each use, and rejected once the block no
+/// longer exists.
 ///
-/// Its [`source`](Self::source) and [`generation`](Self::generation) tell it from every other block of the
-/// process, also where an address or a record is used again; two are equal if these are.
+/// Its [`source`](Self::source) and [`generation`](Self::generation) distinguish it from every other block of the
+/// process, even where an address or a record is reused; ids are equal if these are.
 #[derive(Clone, Copy)]
 pub struct BlockId {
     source: u64,
@@ -65,7 +65,7 @@ pub struct BlockId {
 }
 
 impl BlockId {
-    /// The `generation`-th life of the blocks of a source.
+    /// Creates the id of generation `generation` of a source.
     #[inline(always)]
     pub(crate) fn new(
         (source, generation): (u64, u64),
@@ -83,43 +83,43 @@ impl BlockId {
         }
     }
 
-    /// The block's first byte.
+    /// Returns the address of the block's first byte.
     #[inline]
     pub fn ptr(&self) -> sys::CUdeviceptr {
         self.ptr
     }
 
-    /// Its size in bytes, as it was asked for.
+    /// Returns the requested size in bytes.
     #[inline]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The ordinal of its device.
+    /// Returns the ordinal of its device.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// The driver's id of the stream that it was allocated on.
+    /// Returns the driver's id of the stream that it was allocated on.
     #[inline]
     pub fn stream_id(&self) -> u64 {
         self.stream
     }
 
-    /// The allocator, or the other source of memory, that made the block: counted from 1, and never used again
-    /// in the process.
+    /// Returns the number of the allocator, or other source of memory, that created the block: counted from 1 and never
+    /// reused in the process.
     #[inline]
     pub fn source(&self) -> u64 {
         self.source
     }
 
-    /// Which life of which record of the source: never used again there.
+    /// Returns the generation: unique among all blocks of the source.
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// The address of a byte range, if it lies inside the block.
+    /// Returns the address of a byte range, if it lies inside the block.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`].
@@ -135,7 +135,7 @@ impl BlockId {
         }
     }
 
-    /// What is said of a block that its resource does not know.
+    /// The state of a block unknown to its resource.
     pub(crate) fn gone(&self) -> Error {
         Error::UseAfterFree {
             ptr: self.ptr,
@@ -166,27 +166,27 @@ debug_fields!(BlockId, self =>
     generation: self.generation,
 );
 
-/// Where a block is in its life.
+/// The state of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BlockState {
-    /// Handed out.
+    /// Allocated.
     Live,
-    /// Given back, and work on a stream may still use it: of a resource's block until a reap has seen its stream
-    /// get there.
+    /// Freed, but work on a stream may still use it: for a block of a resource, until a reap has found that work
+    /// complete.
     Pending,
-    /// Given back and unused, or never known.
+    /// Freed and unused, or never known.
     Free,
-    /// Given back; a reap failed to find out whether its stream got there, and will try again.
+    /// Freed; a reap could not determine whether the work is complete, and will try again.
     Quarantined,
     /// Mapped in a view that is live there.
     Aliased,
-    /// Between two states at this instant.
+    /// Changing its state at this moment.
     Busy,
 }
 
 impl BlockState {
-    /// The state of a block by whether its source knows it as live.
+    /// Returns the state of a block, given whether its source knows it as live.
     pub(crate) fn live_if(known: bool) -> BlockState {
         match known {
             true => BlockState::Live,

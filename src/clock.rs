@@ -1,4 +1,4 @@
-//! Time that can be given by a test.
+//! A clock that tests can control.
 
 use std::sync::{Arc, Condvar, Weak};
 use std::time::{Duration, Instant};
@@ -6,22 +6,22 @@ use std::time::{Duration, Instant};
 use crate::driver::process;
 use crate::locks::held::{Locked, Mutex};
 
-/// Something that a sleeping thread can be woken by before its time.
+/// A condition that wakes a sleeping thread early.
 #[derive(Debug, Default)]
 pub(crate) struct Wakeup {
-    /// How often it was woken.
+    /// The number of notifications.
     count: Mutex<u64>,
     condition: Condvar,
 }
 
 impl Wakeup {
-    /// Wakes all who wait.
+    /// Wakes all waiting threads.
     pub(crate) fn wake(&self) {
         *self.lock() += 1;
         self.condition.notify_all();
     }
 
-    /// How often it was woken. To be asked before the condition that is waited for is checked.
+    /// Returns the number of notifications so far. Read it before checking the condition that is waited for.
     pub(crate) fn count(&self) -> u64 {
         *self.lock()
     }
@@ -31,8 +31,8 @@ impl Wakeup {
     }
 }
 
-/// Where policies, the watchdog and the decay of idle memory get their time from: the system's clock, which never goes back, or one that
-/// stands still until a test tells it to go on. Clones show the same time.
+/// The source of time for policies, the watchdog and the decay of idle memory: the system's monotonic clock, or a
+/// manual clock that a test advances. Clones show the same time.
 #[derive(Debug, Clone)]
 pub struct Clock(Arc<Kind>);
 
@@ -49,7 +49,7 @@ enum Kind {
 struct Manual {
     now: Duration,
     sleepers: Vec<(Duration, Weak<Wakeup>)>,
-    /// Waits so far.
+    /// The number of waits so far.
     waits: u64,
 }
 
@@ -60,7 +60,7 @@ impl Default for Clock {
 }
 
 impl Clock {
-    /// A clock that stands still.
+    /// Creates a manual clock.
     pub fn manual() -> Clock {
         Clock(Arc::new(Kind::Manual {
             state: Mutex::default(),
@@ -75,7 +75,7 @@ impl Clock {
         }
     }
 
-    /// Time since some fixed moment.
+    /// Returns the time since a fixed moment.
     pub fn now(&self) -> Duration {
         match &*self.0 {
             Kind::System(start) => start.elapsed(),
@@ -83,7 +83,7 @@ impl Clock {
         }
     }
 
-    /// Lets a manual clock go on, and wakes whoever waits for a time that has come.
+    /// Advances a manual clock, and wakes the threads whose deadline has passed.
     pub fn advance(&self, by: Duration) {
         let Some((mut state, _)) = self.state() else {
             return;
@@ -103,12 +103,12 @@ impl Clock {
         }
     }
 
-    /// How often somebody has begun to wait by a manual clock.
+    /// Returns how many waits on a manual clock have begun.
     pub fn waits(&self) -> u64 {
         self.state().map_or(0, |(state, _)| state.waits)
     }
 
-    /// Blocks until somebody has begun to wait more than `seen` times by a manual clock.
+    /// Blocks until more than `seen` waits on a manual clock have begun.
     pub fn await_waiter(&self, seen: u64) {
         if process::is_forked_child() {
             return;
@@ -120,10 +120,10 @@ impl Clock {
         }
     }
 
-    /// Blocks until `deadline`, or until `wakeup` was woken more than `seen` times.
+    /// Blocks until `deadline`, or until there were more than `seen` notifications.
     pub(crate) fn wait(&self, deadline: Duration, wakeup: &Arc<Wakeup>, seen: u64) {
         if process::is_forked_child() {
-            // Nobody is there who could wake it.
+            // No other thread could notify it.
             return;
         }
         let is_manual = match self.state() {

@@ -1,4 +1,4 @@
-//! What elements whose type is known at run time may be.
+//! Element types that are known only at run time.
 
 use std::fmt;
 
@@ -12,25 +12,25 @@ macro_rules! types {
         }
 
         impl DType {
-            /// All of them.
+            /// All element types.
             pub const ALL: &'static [DType] = &[$(DType::$name),*];
 
-            /// Bytes of an element, which is also its alignment.
+            /// Returns the size of an element in bytes, which is also its alignment.
             pub const fn bytes(self) -> usize {
                 match self {
                     $(DType::$name => $bytes,)*
                 }
             }
 
-            /// The type's name, in Rust's way.
+            /// Returns the type's name in Rust notation.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(DType::$name => $text,)*
                 }
             }
 
-            /// The type as which Rust reads and writes the elements: types that Rust does not have, and truth
-            /// values, are unsigned numbers of as many bytes.
+            /// Returns the type with which Rust reads and writes the elements: for types that Rust does not have, and
+            /// for truth values, unsigned integers of the same size.
             pub(crate) const fn stored(self) -> DType {
                 match self {
                     $(DType::$name => DType::$stored,)*

@@ -1,9 +1,9 @@
-//! Environment variables, as far as the process may listen to them.
+//! Environment variables, ignored where the environment cannot be trusted.
 
 use std::ffi::OsString;
 
-/// The value of a variable; none where the process runs with more rights than who started it, and would obey a
-/// stranger.
+/// Returns the value of a variable; none if the process has more privileges than its caller, whose environment is then
+/// untrusted.
 pub(crate) fn variable(name: &str) -> Option<OsString> {
     if is_secure() {
         return None;
@@ -11,12 +11,12 @@ pub(crate) fn variable(name: &str) -> Option<OsString> {
     std::env::var_os(name)
 }
 
-/// As [`variable`], where only text is of use.
+/// Like [`variable`], for variables that must be valid text.
 pub(crate) fn text(name: &str) -> Option<String> {
     variable(name)?.into_string().ok()
 }
 
-/// Whether the process was started with more rights than its caller has, so that its environment is a stranger's.
+/// Whether the process has more privileges than its caller, so that its environment is untrusted.
 #[cfg(all(target_os = "linux", not(miri)))]
 fn is_secure() -> bool {
     const AT_SECURE: std::ffi::c_ulong = 23;

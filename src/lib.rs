@@ -10,7 +10,7 @@
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("cualloc supports 64-bit targets only: the driver's API differs on others");
 
-/// Implements `Debug` with these fields, and says that there are others.
+/// Implements `Debug` with these fields, marked as non-exhaustive.
 macro_rules! debug_fields {
     ($([$($generics:tt)*])? $name:ident $(<$($args:tt),*>)?, $this:ident =>
      $($field:ident: $value:expr),+ $(,)?) => {

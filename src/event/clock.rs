@@ -1,16 +1,16 @@
-//! Time stamps: the processor's counter where it has one that all cores share.
+//! Time stamps: the processor's counter if all cores share one.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Ticks now. Never less than what the same thread was told before, and comparable between threads.
+/// Returns the current ticks. Monotonic on each thread, and comparable between threads.
 #[inline(always)]
 pub(crate) fn ticks() -> u64 {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         let (low, high): (u32, u32);
-        // Its halves, so that who stores these apart need not put them together: compilers do not know that the
-        // instruction leaves nothing above them.
+        // Returned as two halves, so that callers that store them separately need not combine them first: compilers do
+        // not know that the instruction clears the upper bits.
         // SAFETY: every x86-64 processor has the instruction, which changes these registers alone.
         unsafe {
             std::arch::asm!("rdtsc", out("eax") low, out("edx") high, options(nomem, nostack, preserves_flags));
@@ -33,7 +33,7 @@ pub(crate) fn ticks() -> u64 {
     }
 }
 
-/// Ticks in a second, measured once in the process: the first call takes two milliseconds, or a little more.
+/// Returns the ticks per second, measured once in the process: the first call takes two milliseconds or a little more.
 pub(crate) fn per_second() -> u64 {
     static RATE: OnceLock<u64> = OnceLock::new();
     *RATE.get_or_init(|| {

@@ -1,17 +1,18 @@
-//! The two forms of a recording's file, and how such files are made.
+//! The two formats of a recording's file, and the creation of such files.
 //!
-//! Every number is little-endian. A file begins with [`HEADER`] bytes: [`MAGIC`]; `u32` version; `u32` form;
-//! `u64` ticks in a second; `u64` ticks at the start; `u64` nanoseconds since 1970 at the start; then of the form
-//! [`RINGS`] `u32` rings, `u32` records of a ring, `u32` bytes for names; then `u32` bytes between two samples of stacks in units of 512, 0 if there are none; `u64` events
-//! that no ring was left for.
+//! Every number is little-endian. A file begins with [`HEADER`] bytes: [`MAGIC`]; `u32` version; `u32` form; `u64`
+//! ticks per second; `u64` ticks at the start; `u64` nanoseconds since 1970 at the start. For the form [`RINGS`], then
+//! `u32` number of rings, `u32` records per ring, `u32` bytes for names. Then `u32` bytes between two samples of stacks
+//! in units of 512, 0 if there are none; `u64` number of events for which no ring was left.
 //!
-//! Form [`CHUNKS`]: chunks until the end, each with `u32` kind, `u32` number, `u64` bytes that follow. [`RECORDS`] of
-//! the ring with that number: `u64` records that were lost before, then records. [`NAME`]: the name with that number.
-//! [`END`]: nothing; the recording was ended and not broken off.
+//! Form [`CHUNKS`]: chunks until the end, each with `u32` kind, `u32` number, and `u64` size of the following data.
+//! [`RECORDS`] of the ring with that number: `u64` number of records lost before, then records. [`NAME`]: the name with
+//! that number. [`END`]: no data; the recording was stopped properly.
 //!
-//! Form [`RINGS`]: the names, one behind the other, each `u32` number and `u32` bytes before it, zeros behind the
-//! last; then the rings, each with 64 bytes that begin with the `u64` number of a record to which all are written, and its
-//! records by number modulo their count. Those behind it are written, too, as far as they are of their lap.
+//! Form [`RINGS`]: the names, one after the other, each preceded by its `u32` number and `u32` size, with zeros after
+//! the last; then the rings. Each ring begins with 64 bytes, the first 8 of which are the `u64` number of a record up
+//! to which all are written. Then come its records, at their number modulo the size of the ring. Later records are
+//! valid, too, if they belong to the same lap.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -25,11 +26,11 @@ use crate::event::clock;
 pub(crate) const MAGIC: [u8; 8] = *b"cuallocR";
 pub(crate) const VERSION: u32 = 2;
 pub(crate) const HEADER: usize = 64;
-/// Where a header of the form [`RINGS`] has the number of events that no ring was left for.
+/// The header offset of the number of events for which no ring was left, in the form [`RINGS`].
 pub(crate) const MISSED: usize = 56;
-/// Where a header has the bytes between two samples of stacks.
+/// The header offset of the number of bytes between two samples of stacks.
 pub(crate) const SAMPLING: usize = 52;
-/// The bytes between two samples are a multiple of this.
+/// The number of bytes between two samples is a multiple of this.
 pub(crate) const UNIT: u64 = 512;
 pub(crate) const CHUNKS: u32 = 0;
 pub(crate) const RINGS: u32 = 1;
@@ -37,19 +38,19 @@ pub(crate) const CHUNK_HEADER: usize = 16;
 pub(crate) const RECORDS: u32 = 1;
 pub(crate) const NAME: u32 = 2;
 pub(crate) const END: u32 = 3;
-/// Bytes of a record.
+/// The size of a record in bytes.
 pub(crate) const RECORD: usize = 32;
-/// Bytes before the records of a ring in a file.
+/// The number of bytes before the records of a ring in a file.
 pub(crate) const RING_HEADER: usize = 64;
 
-/// When a recording began.
+/// The start of a recording.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Start {
     pub ticks: u64,
     pub per_second: u64,
     /// Nanoseconds since 1970.
     pub unix: u64,
-    /// Bytes between two samples of stacks, a multiple of [`UNIT`]; 0 if there are none.
+    /// Bytes between two samples of stacks, a multiple of [`UNIT`]; 0 without samples.
     pub sampling: u64,
 }
 
@@ -67,7 +68,7 @@ impl Start {
         }
     }
 
-    /// The header of a file: with its rings, their records and the bytes for names, if it has the form of rings.
+    /// Builds the header of a file; in the form of rings with the number of rings and records, and the bytes for names.
     pub(crate) fn header(&self, rings: Option<[u32; 3]>) -> [u8; HEADER] {
         let mut header = [0; HEADER];
         let mut at = 0;
@@ -90,7 +91,7 @@ impl Start {
     }
 }
 
-/// The header of a chunk.
+/// Builds the header of a chunk.
 pub(crate) fn chunk(kind: u32, number: u32, bytes: usize) -> [u8; CHUNK_HEADER] {
     let mut header = [0; CHUNK_HEADER];
     header[..4].copy_from_slice(&kind.to_le_bytes());
@@ -99,8 +100,8 @@ pub(crate) fn chunk(kind: u32, number: u32, bytes: usize) -> [u8; CHUNK_HEADER] 
     header
 }
 
-/// A file beside its future place, which only its owner may read. Neither a file nor a link that somebody put there
-/// is opened: the name is new, and [`replace`] puts the file in the place of whatever stands there.
+/// Creates a temporary file in the folder of its destination, accessible only to its owner. Its name is new, so no
+/// existing file or link is opened; [`replace`] then moves it to its destination.
 pub(crate) fn create_beside(path: &Path) -> io::Result<(File, PathBuf)> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let old = std::fs::symlink_metadata(path).map(|old| old.file_type());
@@ -123,21 +124,21 @@ pub(crate) fn create_beside(path: &Path) -> io::Result<(File, PathBuf)> {
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
         match options.open(&beside) {
             Ok(file) => return Ok((file, beside)),
-            // Left behind by a process that had the same number.
+            // Left behind by a process with the same id.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-/// Puts a file in its place, instead of a file or a link there.
+/// Moves a file to its destination, replacing a file or a link there.
 pub(crate) fn replace(beside: &Path, path: &Path) -> io::Result<()> {
     std::fs::rename(beside, path).inspect_err(|_| {
         let _ = std::fs::remove_file(beside);
     })
 }
 
-/// Writes a file in one go, or leaves what is there as it is.
+/// Writes a file completely, or leaves the existing one unchanged.
 pub(crate) fn write_whole(
     path: &Path,
     write: impl FnOnce(&mut io::BufWriter<&File>) -> io::Result<()>,

@@ -1,4 +1,4 @@
-//! Rings in a file that is mapped into memory: what was written to them outlives the process, however that ends.
+//! Rings in a memory-mapped file: their contents survive the process, however it ends.
 
 use std::io;
 use std::path::Path;
@@ -8,19 +8,19 @@ use crate::event::file::{self, HEADER, MISSED, RECORD, RING_HEADER, Start};
 use crate::event::names;
 use crate::locks::held::Mutex;
 
-/// Rings of a file, and what is set aside for names.
+/// Number of rings in a file, and the size reserved for names.
 const RINGS: usize = 64;
 const NAME_BYTES: usize = 256 << 10;
 
-/// A file of rings, mapped.
+/// A mapped file of rings.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     base: *mut u8,
     bytes: usize,
-    /// Records of a ring.
+    /// Records per ring.
     capacity: usize,
     taken: AtomicUsize,
-    /// Names in the file, and the bytes that they take.
+    /// Names in the file, and their size in bytes.
     names: Mutex<(usize, usize)>,
 }
 
@@ -30,7 +30,7 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// Makes a file of rings of so many records.
+    /// Creates a file of rings with `records` records each.
     pub(crate) fn create(path: &Path, capacity: usize, start: &Start) -> io::Result<Mapped> {
         let bytes = HEADER + NAME_BYTES + RINGS * (RING_HEADER + capacity * RECORD);
         let (mut file, beside) = file::create_beside(path)?;
@@ -54,7 +54,7 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// The words of a ring that nobody has yet, and its records.
+    /// Returns the words of an unused ring, and its number of records.
     pub(crate) fn next_ring(&self) -> Option<(*const AtomicU64, usize)> {
         let ring = self.taken.fetch_add(1, Ordering::Relaxed);
         if ring >= RINGS {
@@ -67,14 +67,14 @@ impl Mapped {
         Some((unsafe { self.base.add(at) }.cast(), self.capacity))
     }
 
-    /// Counts an event that no ring was left for.
+    /// Counts an event for which no ring is left.
     pub(crate) fn miss(&self) {
         // SAFETY: the number is a multiple of eight bytes within the header, and only touched as an atomic.
         let missed = unsafe { &*self.base.add(MISSED).cast::<AtomicU64>() };
         missed.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Writes the names that are not in the file yet, as far as there is room.
+    /// Writes the names that are not in the file yet, as far as they fit.
     pub(crate) fn write_names(&self) {
         let mut names = self.names.lock();
         let (known, at) = &mut *names;
@@ -130,7 +130,7 @@ mod imp {
         fn posix_fallocate(file: c_int, offset: i64, bytes: i64) -> c_int;
     }
 
-    /// Takes the room of the whole file from the file system: a write to a hole on a full disk would end the process.
+    /// Allocates the space of the whole file: writing to a hole on a full disk would kill the process.
     pub(super) fn fill(file: &File, bytes: usize) -> io::Result<()> {
         loop {
             // SAFETY: a call with numbers alone, of a file that is open.

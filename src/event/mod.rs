@@ -1,8 +1,8 @@
 //! Events of allocators: records of 32 bytes in rings, one ring for each writer.
 //!
-//! Whoever has something to record holds a [`Tap`] under a lock of its own, and so is the only writer of that tap's
-//! [`Ring`]. Readers merge the rings by time. A ring that is full forgets its oldest records, and readers count them.
-//! Nothing here is reached unless a recording runs: callers ask the word of the process first.
+//! Each writer holds a [`Tap`] under a lock of its own, and so is the only writer of that tap's [`Ring`]. Readers merge
+//! the rings by time. A full ring overwrites its oldest records, and readers count the lost ones. Nothing here runs
+//! without a recording: callers check the process state first.
 
 pub(crate) mod clock;
 pub(crate) mod file;

@@ -1,4 +1,4 @@
-//! Contexts: numbers that stand for names, and the one that each thread is in.
+//! Contexts: numbers that stand for names, and the current one of each thread.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -6,12 +6,12 @@ use std::collections::HashMap;
 use crate::event::record::{MOST_CONTEXTS, or_none};
 use crate::locks::held::Mutex;
 
-/// Most names; one more is the context without a name.
+/// The maximum number of names, besides the empty context.
 const MOST: usize = MOST_CONTEXTS as usize;
-/// Most bytes of a name; of a longer one the outermost parts are left out.
+/// The maximum size of a name in bytes; the outermost parts of a longer one are removed.
 pub(crate) const LONGEST: usize = 4096;
 
-/// Names, each once, with numbers from 1; 0 stands for none.
+/// Deduplicated names, with numbers from 1; 0 stands for none.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Names {
     names: Vec<String>,
@@ -19,7 +19,7 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// The number of a name, which is added if it is new.
+    /// Returns the number of a name, adding it if it is new.
     pub(crate) fn number(&mut self, name: &str) -> u32 {
         if let Some(number) = self.find(name) {
             return number;
@@ -30,7 +30,7 @@ impl Names {
         number
     }
 
-    /// The number of a name that is known.
+    /// Returns the number of a known name.
     pub(crate) fn find(&self, name: &str) -> Option<u32> {
         self.numbers.get(name).copied()
     }
@@ -40,7 +40,7 @@ impl Names {
         self.names.get(place).map(String::as_str)
     }
 
-    /// All names: that of number 1 first.
+    /// Returns all names, starting with number 1.
     pub(crate) fn into_vec(self) -> Vec<String> {
         self.names
     }
@@ -61,7 +61,8 @@ fn with<T>(work: impl FnOnce(&mut Names) -> T) -> T {
     work(names.get_or_insert_default())
 }
 
-/// The inner end of a name that is too long: whole parts, or the end of the innermost part if that alone is too long.
+/// Returns the inner end of a name that is too long: whole parts, or the end of the innermost part if it alone is too
+/// long.
 fn shortened(name: &str) -> &str {
     let excess = name.len().saturating_sub(LONGEST);
     let mut cuts = excess..=name.len();
@@ -75,7 +76,7 @@ fn shortened(name: &str) -> &str {
     }
 }
 
-/// The number of a name, from 1; 0 if there are too many.
+/// Returns the number of a name, from 1; 0 if there are too many.
 pub(crate) fn number_of(name: &str) -> u32 {
     let name = shortened(name);
     with(|names| match names.find(name) {
@@ -84,7 +85,7 @@ pub(crate) fn number_of(name: &str) -> u32 {
     })
 }
 
-/// The names that came after the first so many, with their numbers.
+/// Returns the names after the first `known` ones, with their numbers.
 pub(crate) fn since(known: usize) -> Vec<(u32, String)> {
     with(|names| {
         let news = names.iter().enumerate().skip(known);
@@ -93,21 +94,21 @@ pub(crate) fn since(known: usize) -> Vec<(u32, String)> {
     })
 }
 
-/// The name with a number.
+/// Returns the name with a number.
 pub(crate) fn name_of(number: u32) -> Option<String> {
     with(|names| names.name(number).map(str::to_owned))
 }
 
-/// Puts the thread in a context; the one before. A number that no context can have is none.
+/// Sets the context of the thread and returns the previous one. An impossible number counts as none.
 pub(crate) fn set_context(number: u32) -> u32 {
-    // Here, so that nobody who records has to look.
+    // Checked here, so that recording an event need not check it.
     let number = or_none(number);
     CONTEXT
         .try_with(|context| context.replace(number))
         .unwrap_or(0)
 }
 
-/// The context that the thread is in; 0 for none.
+/// Returns the context of the thread; 0 for none.
 #[inline(always)]
 pub(crate) fn context() -> u32 {
     CONTEXT.try_with(Cell::get).unwrap_or(0)
@@ -138,9 +139,9 @@ mod tests {
         for (name, kept) in [
             (long(LONGEST), long(LONGEST)),
             (long(LONGEST + 2), long(LONGEST)),
-            // No character is cut in two.
+            // Characters are never cut in two.
             (long(LONGEST + 2) + "x", long(LONGEST - 2) + "x"),
-            // A part is kept whole or not at all.
+            // A part is kept completely or not at all.
             (
                 format!("outer;{};inner", long(100)),
                 format!("outer;{};inner", long(100)),

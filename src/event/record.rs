@@ -1,37 +1,37 @@
-//! What one record says, in four words.
+//! The format of a record: four words.
 
-/// What happened. The numbers are those of the file.
+/// The kind of an event. The numbers are those of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// A block was handed out.
+    /// A block was allocated.
     Allocate = 1,
-    /// A block was given up.
+    /// A block was freed.
     Free = 2,
     /// Another stream was recorded on a block.
     Use = 3,
-    /// Memory was taken from the driver.
+    /// Memory was obtained from the driver.
     Map = 4,
-    /// Memory went back to the driver.
+    /// Memory was returned to the driver.
     Unmap = 5,
-    /// A request found no memory: at the bytes that the device had free.
+    /// A request failed for lack of memory; the address field holds the free bytes of the device.
     OutOfMemory = 6,
-    /// A block was live already when the recording began.
+    /// A block was already live when the recording began.
     Held = 7,
-    /// A slot stands for a stream from here on: its handle are the bytes.
+    /// From here on a slot means the stream whose handle is in the bytes field.
     Stream = 8,
-    /// An allocator: the device are the bytes.
+    /// An allocator, whose device is in the bytes field.
     Source = 9,
-    /// The stack of the allocation before at the address was taken: its context is the stack.
+    /// The stack of the preceding allocation at the address, in the context field.
     Sample = 10,
-    /// The limit of the allocator from here on: the bytes, or [`NO_LIMIT`].
+    /// The new limit of the allocator in the bytes field, or [`NO_LIMIT`].
     Limit = 11,
-    /// The memory of the allocator's device: the bytes.
+    /// The size of the memory of the allocator's device, in the bytes field.
     DeviceMemory = 12,
-    /// Why the request failed that the next record is about: at the bytes that were missing, with the number of the
-    /// cause in place of the bytes.
+    /// Why the request of the next record failed: the missing bytes are in the address field, the number of the cause
+    /// in the bytes field.
     Cause = 13,
-    /// The memory regime of the allocator from here on: its number in place of the bytes.
+    /// The new memory regime of the allocator: its number is in the bytes field.
     Regime = 14,
 }
 
@@ -53,21 +53,21 @@ pub(crate) const KINDS: [Kind; 14] = [
     Kind::Regime,
 ];
 
-/// Of [`Kind::Limit`], in the place of the bytes.
+/// The bytes field of [`Kind::Limit`] without a limit.
 pub(crate) const NO_LIMIT: u64 = u64::MAX;
 
-/// Of [`Kind::Map`] and [`Kind::Unmap`], in the place of the stream: the memory is of the small pool.
+/// The stream field of [`Kind::Map`] and [`Kind::Unmap`]: the memory belongs to the small pool.
 pub(crate) const SMALL: u32 = 1;
-/// As [`SMALL`]: the memory is a handle mapped into an arena.
+/// Like [`SMALL`]: the memory is a handle mapped into an arena.
 pub(crate) const MAPPED: u32 = 2;
 
-/// What there is to record.
+/// An event to record.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Event {
     pub kind: Kind,
-    /// The first byte, or an amount of bytes, a multiple of 512; 0 if it is about neither.
+    /// An address or an amount of bytes, a multiple of 512; 0 if the event has neither.
     pub at: u64,
-    /// Bytes as asked for.
+    /// Requested bytes.
     pub bytes: u64,
     /// The slot of the stream.
     pub stream: u32,
@@ -75,47 +75,47 @@ pub(crate) struct Event {
     pub allocator: u64,
 }
 
-/// Four words: the time in ticks; the address, with the kind in its low bits; the bytes; and [`Whose`] with the context.
+/// Four words: the time in ticks; the address, with the kind in its low bits; the bytes; and [`Whose`] with the
+/// context.
 pub(crate) type Record = [u64; 4];
 
 const KIND_MASK: u64 = 511;
 const SHORT: u32 = u16::MAX as u32;
-/// Where the last word has the slot of the stream, the number of the allocator and the lap, with 16 bits each; below them
-/// is the context.
+/// The bit positions, in the last word, of the stream's slot, the allocator's number and the lap, with 16 bits each;
+/// the lowest bits are the context.
 const STREAM: u32 = 16;
 const ALLOCATOR: u32 = 32;
 const LAP: u32 = 48;
 
-/// The slot in a record of all streams that have no number there, who are told of by their handle before each event of
-/// theirs: those of graph pools that have no slot, and those whose slot has more than 16 bits.
+/// The slot in records of all streams without a slot number, whose handle is recorded before each of their events:
+/// streams of graph pools without a slot, and streams whose slot does not fit into 16 bits.
 pub(crate) const UNNUMBERED: u16 = u16::MAX;
-/// Stands for a stream without a slot where slots are not shortened yet.
+/// Stands for a stream without a slot before slots are shortened to 16 bits.
 pub(crate) const OTHERS: u32 = u32::MAX;
 
-/// Whether a slot has a number in records; else its stream is told of with each event.
+/// Whether a slot has a number in records; otherwise the stream's handle is recorded with each event.
 #[inline]
 pub(crate) fn has_number(slot: u32) -> bool {
     slot < u32::from(UNNUMBERED)
 }
 
-/// The largest number of a context.
+/// The largest context number.
 pub(crate) const MOST_CONTEXTS: u32 = SHORT;
 
-/// The context with a number; none if it can have no such number.
+/// Returns the context with a number; none for an impossible number.
 #[inline(always)]
 pub(crate) fn or_none(context: u32) -> u32 {
     if context > MOST_CONTEXTS { 0 } else { context }
 }
 
-/// What all records about one stream of an allocator have that lie in one lap of a ring: the last word, without the
-/// context.
+/// The part that all records of one stream in one lap of a ring have in common: the last word without the context.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Whose(u64);
 
 impl Whose {
     pub(crate) const NOBODY: Whose = Whose(0);
 
-    /// A stream whose slot does not fit is [`UNNUMBERED`].
+    /// Creates it for a stream; one whose slot does not fit is [`UNNUMBERED`].
     #[inline(always)]
     pub(crate) fn new(stream: u32, allocator: u64) -> Whose {
         let stream = u64::from(stream.min(SHORT));
@@ -123,13 +123,13 @@ impl Whose {
         Whose(stream << STREAM | allocator << ALLOCATOR)
     }
 
-    /// Whether it is of a stream that is told of by its handle.
+    /// Whether the stream is identified by a recorded handle.
     #[inline]
     pub(crate) fn is_unnumbered(self) -> bool {
         (self.0 >> STREAM) as u16 == UNNUMBERED
     }
 
-    /// The same in a lap.
+    /// Returns the same in a lap.
     pub(crate) fn in_lap(self, lap: u16) -> Whose {
         Whose(in_lap(self.0, lap))
     }
@@ -138,7 +138,7 @@ impl Whose {
         lap_of(self.0)
     }
 
-    /// The record of what happened at an address, a multiple of 512, with so many bytes, at a time in a context.
+    /// Builds the record of an event at an address, a multiple of 512, with a size, at a time and in a context.
     #[inline(always)]
     pub(crate) fn record(
         self,
@@ -147,18 +147,18 @@ impl Whose {
     ) -> Record {
         debug_assert!(at & KIND_MASK == 0, "a block is not in its place");
         debug_assert!(context <= MOST_CONTEXTS, "there is no such context");
-        // Sums of what has no bit in common: processors add without a copy.
+        // The operands have no bit in common, so they can be added: processors do that without a copy.
         [ticks, at + kind as u64, bytes, self.0 + u64::from(context)]
     }
 }
 
-/// The last word of a record in a lap.
+/// Returns the last word of a record in a lap.
 fn in_lap(word: u64, lap: u16) -> u64 {
     word & ((1 << LAP) - 1) | u64::from(lap) << LAP
 }
 
 impl Event {
-    /// The event as a record; a stream whose slot does not fit is [`UNNUMBERED`].
+    /// Converts the event to a record; a stream whose slot does not fit is [`UNNUMBERED`].
     #[inline(always)]
     pub(crate) fn at_time(&self, ticks: u64, context: u32) -> Record {
         let whose = Whose::new(self.stream, self.allocator);
@@ -167,34 +167,34 @@ impl Event {
     }
 }
 
-/// What tells of the stream of a record that is [`UNNUMBERED`], before it: its handle.
+/// Returns the record that precedes one of an [`UNNUMBERED`] stream and contains its handle.
 pub(crate) fn handle_of([ticks, _, _, whose]: Record, handle: u64) -> Record {
     let context = u64::from(SHORT);
     [ticks, Kind::Stream as u64, handle, whose & !context]
 }
 
-/// The record in a lap.
+/// Returns the record in a lap.
 pub(crate) fn with_lap([ticks, place, bytes, whose]: Record, lap: u16) -> Record {
     [ticks, place, bytes, in_lap(whose, lap)]
 }
 
-/// The lap that a record's last word says.
+/// Returns the lap in a record's last word.
 pub(crate) fn lap_of(whose: u64) -> u16 {
     (whose >> LAP) as u16
 }
 
-/// The lap of a record by its number, from 1, in a ring of so many, a power of two: places that were never written to are
-/// of none that is.
+/// Returns the lap of a record, given its number, from 1, and the size of the ring, a power of two. Places never
+/// written belong to no lap.
 pub(crate) fn lap(number: u64, capacity: u64) -> u16 {
     (number >> capacity.trailing_zeros()).wrapping_add(1) as u16
 }
 
-/// Whether a record's last word says that it is of a lap, or of a later one.
+/// Whether a record's last word belongs to a lap, or to a later one.
 pub(crate) fn is_of(whose: u64, lap: u16) -> bool {
     lap_of(whose).wrapping_sub(lap) as i16 >= 0
 }
 
-/// The parts of a record: kind, address, bytes, stream, context, allocator.
+/// Splits a record: kind, address, bytes, stream, context, allocator.
 pub(crate) fn parts(record: &Record) -> (u64, u64, u64, u16, u32, u16) {
     let [_, place, bytes, whose] = *record;
     (

@@ -7,24 +7,24 @@ use std::thread::Thread;
 use crate::event::mapped::Mapped;
 use crate::event::record::{self, Record, Whose, with_lap};
 
-/// Words before the records of a ring, alone on their cache line. The first is the *head*: the number of the first record of
-/// the half that is written now.
+/// The words before the records of a ring, alone on their cache line. The first is the *head*: the number of the first
+/// record of the half being written.
 const HEAD_WORDS: usize = 8;
-/// Words of a record.
+/// The number of words of a record.
 const WORDS: usize = size_of::<Slot>() / 8;
 
-/// Records, the newest so many of them.
+/// A ring with a fixed number of records, which keeps the newest.
 ///
-/// All words are atomics, so a reader that is overtaken reads nonsense and no more: it throws away what the
-/// writer may have overwritten meanwhile. The last word of each record says in which lap of the ring it was written, and
-/// is written last: so records count themselves, and the head need not be written with each of them.
+/// All words are atomics, so a reader that is overtaken reads at worst invalid records, and discards those that the
+/// writer may have overwritten. The last word of each record contains its lap, and is written last: so the head need
+/// not be written with each record.
 #[derive(Debug)]
 pub(crate) struct Ring {
-    /// In `_own` or in `_file`: the head's line, and then the records.
+    /// In `_own` or in `_file`: the head's cache line, then the records.
     words: *const AtomicU64,
-    /// Records, a power of two.
+    /// The number of records, a power of two.
     capacity: u64,
-    /// Told when the ring is half full again.
+    /// Notified whenever half of the ring was filled.
     reader: Option<Thread>,
     _own: Box<[AtomicU64]>,
     _file: Option<Arc<Mapped>>,
@@ -39,17 +39,18 @@ unsafe impl Sync for Ring {}
 #[derive(Debug, Default)]
 pub(crate) struct Found {
     pub records: Vec<Record>,
-    /// Records that were overwritten before they were read.
+    /// Number of records that were overwritten before they were read.
     pub lost: u64,
     /// The number of the next record.
     pub next: u64,
 }
 
-/// A place of a record.
+/// The place of a record.
 #[derive(Debug)]
 #[repr(C)]
 struct Slot {
-    /// Its low half and its high one, as processors give it: to put them together would cost more than to store both.
+    /// The low and the high half of the time, as processors return it: combining them would cost more than storing
+    /// both.
     ticks: [AtomicU32; 2],
     place: AtomicU64,
     bytes: AtomicU64,
@@ -59,17 +60,17 @@ struct Slot {
 impl Slot {
     #[inline(always)]
     fn write(&self, [ticks, place, bytes, whose]: Record) {
-        // A reader that sees any of the words below sees all of the record before, too.
+        // A reader that sees any of the words below also sees the whole preceding record.
         fence(Ordering::Release);
         self.ticks[0].store(ticks as u32, Ordering::Relaxed);
         self.ticks[1].store((ticks >> 32) as u32, Ordering::Relaxed);
         self.place.store(place, Ordering::Relaxed);
         self.bytes.store(bytes, Ordering::Relaxed);
-        // A reader that sees this sees all of this record.
+        // A reader that sees this word sees the whole record.
         self.whose.store(whose, Ordering::Release);
     }
 
-    /// The record, of no lap.
+    /// Reads the record, without its lap.
     fn read(&self) -> Record {
         let ticks = self.ticks.each_ref();
         let [low, high] = ticks.map(|half| u64::from(half.load(Ordering::Relaxed)));
@@ -78,14 +79,14 @@ impl Slot {
         with_lap([high << 32 | low, place, bytes, whose], 0)
     }
 
-    /// Whether its record is of a lap, or of a later one.
+    /// Whether its record belongs to a lap, or to a later one.
     fn is_of(&self, lap: u16) -> bool {
         record::is_of(self.whose.load(Ordering::Acquire), lap)
     }
 }
 
 impl Ring {
-    /// A ring of so many records, a power of two and more than one.
+    /// Creates a ring with `records` records, a power of two greater than one.
     pub(crate) fn new(capacity: usize, reader: Option<Thread>) -> Ring {
         debug_assert!(capacity.is_power_of_two() && capacity > 1);
         let words = HEAD_WORDS + capacity * WORDS;
@@ -99,7 +100,7 @@ impl Ring {
         }
     }
 
-    /// A ring in a file; `None` if it has room for no more.
+    /// Creates a ring in a file; `None` if the file has no room for another one.
     pub(crate) fn in_file(file: &Arc<Mapped>) -> Option<Ring> {
         let (words, capacity) = file.next_ring()?;
         Some(Ring {
@@ -111,7 +112,7 @@ impl Ring {
         })
     }
 
-    /// Records of a half.
+    /// Returns the number of records of a half.
     fn half(&self) -> u64 {
         self.capacity / 2
     }
@@ -121,7 +122,7 @@ impl Ring {
         unsafe { &*self.words }
     }
 
-    /// The place of a record by its number, and of those behind it.
+    /// Returns the places from that of a record, given by its number, to the end.
     fn place(&self, number: u64) -> *const Slot {
         let at = HEAD_WORDS + (number % self.capacity) as usize * WORDS;
         // SAFETY: the memory has as many places behind the head's line.
@@ -137,8 +138,8 @@ impl Ring {
         record::lap(number, self.capacity)
     }
 
-    /// How many records are written, of which so many are known to be. A writer that is at it may have written more; a
-    /// reader that it overtook by a whole ring is told of no less than that.
+    /// Returns a lower bound of the number of records written. A writer may be adding more; if it has overtaken the
+    /// reader by a whole ring, the result is still a lower bound.
     fn written(&self, known: u64) -> u64 {
         let first = self.head().load(Ordering::Acquire).max(known);
         let end = first.saturating_add(self.capacity);
@@ -147,9 +148,9 @@ impl Ring {
             .unwrap_or(end)
     }
 
-    /// What was written from a record on, by its number.
+    /// Returns the records written from a number on.
     pub(crate) fn read(&self, from: u64) -> Found {
-        // The slot of the oldest may be the one that is written just now.
+        // The slot of the oldest record may be the one that is being written.
         let readable = self.capacity - 1;
         let next = self.written(from);
         let mut first = from.max(next.saturating_sub(readable));
@@ -169,19 +170,20 @@ impl Ring {
     }
 }
 
-/// Where a writer's next record goes.
+/// The place for a writer's next record.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place(*const Slot);
 
-/// The one writer of a ring, if it has one. Mostly it need not look at the ring: it knows what is left of a half.
+/// The only writer of a ring, if it has one. Usually it need not access the ring: it knows what is left of the current
+/// half.
 #[derive(Debug)]
 pub(crate) struct Writer {
-    /// The place of the next record. An atomic, though nobody else looks at it: compilers move it on where it lies, and do
-    /// not keep what they read before.
+    /// The place of the next record. An atomic although only the writer accesses it: compilers then update it in memory
+    /// and do not keep earlier values.
     at: AtomicPtr<Slot>,
-    /// Behind the half that it writes.
+    /// The end of the half being written.
     end: *const Slot,
-    /// Of who has events of one stream alone, and in the lap of the half.
+    /// Set if all events are of one stream, and in the lap of the half.
     whose: Whose,
     ring: Option<Arc<Ring>>,
 }
@@ -192,7 +194,7 @@ unsafe impl Send for Writer {}
 unsafe impl Sync for Writer {}
 
 impl Writer {
-    /// Without a ring.
+    /// Creates a writer without a ring.
     pub(crate) const fn none() -> Writer {
         Writer {
             at: AtomicPtr::new(std::ptr::null_mut()),
@@ -202,7 +204,7 @@ impl Writer {
         }
     }
 
-    /// The writer of a ring that nothing was written to, if there is one, with events of so-and-so.
+    /// Creates the writer of an unused ring, if there is one, for events of one stream.
     pub(crate) fn new(ring: Option<Arc<Ring>>, whose: Whose) -> Writer {
         let mut writer = Writer {
             whose,
@@ -213,28 +215,28 @@ impl Writer {
         writer
     }
 
-    /// Whose its events are.
+    /// Returns the stream that its events belong to.
     #[inline(always)]
     pub(crate) fn whose(&self) -> Whose {
         self.whose
     }
 
-    /// Its events are another's from here on.
+    /// Changes the stream that its events belong to.
     pub(crate) fn set_whose(&mut self, whose: Whose) {
         self.whose = whose.in_lap(self.whose.lap());
     }
 
-    /// The place for [`put`](Self::put). `None` if there is no ring, or the half is full.
+    /// Returns the place for [`put`](Self::put). `None` if there is no ring, or the half is full.
     #[inline(always)]
     pub(crate) fn place(&self) -> Option<Place> {
         let at = self.at.load(Ordering::Relaxed).cast_const();
         (at != self.end).then_some(Place(at))
     }
 
-    /// Writes the next record, one of [its own](Self::whose).
+    /// Writes the next record, which belongs to [its own stream](Self::whose).
     ///
     /// # Safety
-    /// The [place](Self::place) is the writer's, which nobody has been at since.
+    /// The [place](Self::place) was returned by this writer and not used since.
     #[inline(always)]
     pub(crate) unsafe fn put(&mut self, place: Place, record: Record) {
         debug_assert_eq!(record::lap_of(record[3]), self.whose.lap());
@@ -244,7 +246,7 @@ impl Writer {
         self.at.store(next, Ordering::Relaxed);
     }
 
-    /// Writes the next record, whosever it is. False if there is no ring.
+    /// Writes the next record of any stream. Returns false if there is no ring.
     pub(crate) fn push(&mut self, record: Record) -> bool {
         let Some(place) = self.place().or_else(|| self.turn()) else {
             return false;
@@ -254,10 +256,11 @@ impl Writer {
         true
     }
 
-    /// Goes on with the next half, and wakes who reads. `None` if there is no ring.
+    /// Continues with the next half, and notifies the reader. `None` if there is no ring.
     fn turn(&mut self) -> Option<Place> {
         let ring = self.ring.as_ref()?;
-        // Of a ring in a file anybody may have written the head: a half begins nowhere else.
+        // The head of a ring in a file may have been changed by another process: a half must begin at a multiple of its
+        // size.
         let next = ring
             .head()
             .load(Ordering::Relaxed)
@@ -298,7 +301,7 @@ mod tests {
         }
     }
 
-    /// The first words, the records lost before, and the number of the next.
+    /// Returns the first words, the number of records lost before, and the number of the next.
     fn found(found: Found) -> (Vec<u64>, u64, u64) {
         let records = found.records.iter();
         let times = records.map(|record| {
@@ -347,7 +350,7 @@ mod tests {
             start.elapsed() < within
         };
         write(&mut writer, 0..4);
-        // A thread may wake by itself, too.
+        // A thread may also wake up spuriously.
         assert!((0..10).any(|_| !is_woken(std::time::Duration::from_millis(1))));
         for first in [4, 8] {
             write(&mut writer, first..first + 4);

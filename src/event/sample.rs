@@ -1,9 +1,9 @@
-//! Samples of stacks: which allocations have theirs recorded, so that each byte has the same chance.
+//! Sampling of stacks, with the same probability for each allocated byte.
 //!
-//! A thread counts the bytes that it asks for down from a random number, whose mean is the number of bytes between two
-//! samples, and takes a stack when it gets to nothing. The numbers are those of a process without memory, so a block
-//! of `b` bytes is sampled with the chance `1 - exp(-b / mean)`, whatever came before it, and stands for the inverse of
-//! that many blocks like it.
+//! A thread counts down the bytes that it allocates from a random number, whose mean is the number of bytes between two
+//! samples, and takes a stack at zero. The numbers are exponentially distributed and thus memoryless, so a block of `b`
+//! bytes is sampled with probability `1 - exp(-b / mean)`, independently of earlier ones, and stands for the inverse of
+//! that many blocks.
 
 use std::backtrace::Backtrace;
 use std::cell::Cell;
@@ -15,23 +15,24 @@ use std::time::{Duration, Instant};
 use crate::event::{Event, Kind, names, session, stack};
 use crate::locks::held::{Mutex, RwLock};
 
-/// What says where a program is, instead of the stack of the thread: the number of a context, 0 for none.
+/// A function that returns the place in the program, instead of the thread's stack: the number of a context, 0 for
+/// none.
 pub(crate) type Source = Arc<dyn Fn() -> u32 + Send + Sync>;
 
 /// Bytes between two samples; 0 while no stacks are taken.
 static MEAN: AtomicU64 = AtomicU64::new(0);
 static SOURCE: RwLock<Option<Source>> = RwLock::new(None);
-/// The contexts of the stacks that are known, by their addresses.
+/// The contexts of known stacks, by their addresses.
 static KNOWN: Mutex<Option<HashMap<Box<[usize]>, u32>>> = Mutex::new(None);
 
-/// What a thread counts by.
+/// The countdown of a thread.
 #[derive(Clone, Copy)]
 struct Countdown {
-    /// The mean that it began with; 0 if it has not begun.
+    /// The mean that it started with; 0 before the start.
     mean: u64,
     left: u64,
     random: u64,
-    /// It is at a sample, which may allocate itself.
+    /// Whether the thread is taking a sample, which may itself allocate.
     busy: bool,
 }
 
@@ -42,7 +43,7 @@ thread_local! {
 }
 
 impl Countdown {
-    /// Whether a block of so many bytes is sampled.
+    /// Whether a block of `bytes` bytes is sampled.
     fn counts(&mut self, bytes: u64, mean: u64) -> bool {
         if self.mean != mean {
             static THREADS: AtomicU64 = AtomicU64::new(1);
@@ -61,9 +62,9 @@ impl Countdown {
         true
     }
 
-    /// Bytes until the next sample: exponential, and at least one.
+    /// Returns the bytes until the next sample: exponentially distributed, and at least one.
     fn draw(&mut self) -> u64 {
-        // xorshift64*, of which the high bits are good.
+        // xorshift64*, whose high bits are the good ones.
         self.random ^= self.random >> 12;
         self.random ^= self.random << 25;
         self.random ^= self.random >> 27;
@@ -73,21 +74,21 @@ impl Countdown {
     }
 }
 
-/// Has stacks taken with so many bytes between two of them on the average; with 0 none any more.
+/// Sets the average number of bytes between two samples; 0 turns sampling off.
 pub(crate) fn set_mean(bytes: u64) {
     MEAN.store(bytes, Ordering::Relaxed);
 }
 
-/// Has samples ask for the context instead of the thread's stack, where it has one. Waits until no other thread is in the
-/// former one, but for so long at most: that thread may wait for this one, or be gone in a forked child.
+/// Sets the function that samples call instead of taking the thread's stack. Waits until no other thread is in the
+/// former one, up to a timeout: such a thread may be waiting for this one, or not exist in a forked child.
 pub(crate) fn set_source(source: Option<Source>) {
     const PATIENCE: Duration = Duration::from_secs(2);
     let mut place = SOURCE.write();
     let old = std::mem::replace(&mut *place, source);
-    // What goes with it may do anything.
+    // Dropping the former function may run arbitrary code.
     drop(place);
     let Some(old) = old else { return };
-    // The calling thread may be in it itself.
+    // The calling thread itself may be inside the function.
     let own = COUNTDOWN.try_with(|cell| usize::from(cell.get().busy));
     let (own, begun) = (own.unwrap_or(0), Instant::now());
     while Arc::strong_count(&old) > 1 + own && begun.elapsed() < PATIENCE {
@@ -102,13 +103,13 @@ pub(crate) fn is_on() -> bool {
     MEAN.load(Ordering::Relaxed) != 0
 }
 
-/// A block was handed out to the caller, who holds no lock of this crate: `event` says which one it is, if its stack is
-/// to be recorded, and the handle of a stream that has no number in records.
+/// Handles an allocation of the calling thread, which holds no lock of this crate. If its stack is to be recorded,
+/// `event` returns the event, and the handle of a stream without a number in records.
 #[cold]
 #[inline(never)]
 pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> (Event, Option<u64>)) {
     let mean = MEAN.load(Ordering::Relaxed);
-    // A thread that ends has no such cell any more.
+    // An ending thread no longer has the cell.
     let due = COUNTDOWN.try_with(|cell| {
         let mut countdown = cell.get();
         let due = mean != 0 && !countdown.busy && countdown.counts(bytes, mean);
@@ -134,7 +135,7 @@ pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> (Event, Option<u64>)
     }
 }
 
-/// A thread is at a sample while this lives, also where a source of contexts panics.
+/// Marks the thread as taking a sample while it lives, even if a source of contexts panics.
 struct Busy;
 
 impl Drop for Busy {
@@ -148,14 +149,14 @@ impl Drop for Busy {
     }
 }
 
-/// The context of the thread's stack.
+/// Returns the context of the thread's stack.
 fn of_thread() -> u32 {
     let addresses = stack::addresses();
     let known = || KNOWN.lock();
     if let Some(number) = known().get_or_insert_default().get(addresses.as_slice()) {
         return *number;
     }
-    // Takes milliseconds, but in the thread that writes a file they would cost events.
+    // This takes milliseconds; in the thread that writes the file, events would be lost meanwhile.
     let number = names::number_of(&stack::text(&Backtrace::force_capture()));
     if number != 0 {
         let addresses = addresses.into_boxed_slice();

@@ -1,4 +1,4 @@
-//! The recording that runs, if one does: its rings, and who writes to them.
+//! The current recording, if there is one: its rings and their writers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,11 +12,11 @@ use crate::event::record::{self, Event, Kind, Record, Whose};
 use crate::event::ring::{Place, Ring, Writer};
 use crate::locks::held::{Locked, Mutex};
 
-/// The number of the recording that runs; 0 for none.
+/// The number of the current recording; 0 for none.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 static CURRENT: Mutex<Option<Arc<Session>>> = Mutex::new(None);
-/// The process that began it. A forked child knows the session of its parent, and has nothing to do with it: a thread
-/// that is not there may hold any of its locks.
+/// The process that started it. A forked child sees the session of its parent, and must not use it: a thread that does
+/// not exist there may hold any of its locks.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 fn current() -> Locked<'static, Option<Arc<Session>>> {
@@ -27,18 +27,18 @@ fn current() -> Locked<'static, Option<Arc<Session>>> {
 #[derive(Debug)]
 pub(crate) struct Session {
     number: u64,
-    /// The process that began it.
+    /// The process that started it.
     process: u32,
     pub start: Start,
     capacity: usize,
-    /// Where its rings lie, if not in memory of their own.
+    /// The file of its rings, if they are not in ordinary memory.
     mapped: Option<Arc<Mapped>>,
     rings: Mutex<Vec<Arc<Ring>>>,
-    /// Told when a ring is half full.
+    /// Notified when a ring is half full.
     reader: Mutex<Option<Thread>>,
 }
 
-/// Records that were read from a ring.
+/// Records read from a ring.
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub ring: u32,
@@ -51,8 +51,8 @@ pub(crate) struct Batch {
 pub(crate) struct Progress(Vec<u64>);
 
 impl Session {
-    /// Begins a recording with rings of so many records, a power of two; `None` if one runs, or has not
-    /// [gone](Self::leave).
+    /// Starts a recording with rings of `records` records each, a power of two; `None` if another one is running, or
+    /// still has [rings in use](Self::leave).
     pub(crate) fn begin(
         capacity: usize,
         start: Start,
@@ -80,7 +80,7 @@ impl Session {
         Some(session)
     }
 
-    /// Ends it: taps that have no ring of it get none from here on. Those that have one write there until they are
+    /// Stops it: taps without a ring get none any more. Taps with a ring continue writing to it until they are
     /// [cleared](Tap::clear).
     pub(crate) fn end(&self) {
         if self.is_current() {
@@ -88,8 +88,8 @@ impl Session {
         }
     }
 
-    /// It has gone when no tap has a ring of it: another one may begin. A tap that has a ring has it of the recording that
-    /// runs, since there never are rings of two.
+    /// Allows another recording to start. Called once no tap has a ring of this one, so that all rings always belong to
+    /// a single recording.
     pub(crate) fn leave(&self) {
         let mut current = current();
         if current
@@ -100,22 +100,22 @@ impl Session {
         }
     }
 
-    /// Whether a recording of this process runs, or has not gone.
+    /// Whether a recording of this process is running, or still has rings in use.
     pub(crate) fn is_there() -> bool {
         is_there(&current())
     }
 
-    /// Whether this process was forked after it began.
+    /// Whether this process was forked after the recording started.
     pub(crate) fn is_of_parent(&self) -> bool {
         self.process != std::process::id()
     }
 
-    /// Whether it runs still.
+    /// Whether the recording is still running.
     pub(crate) fn is_current(&self) -> bool {
         NUMBER.load(Ordering::Acquire) == self.number
     }
 
-    /// Has a thread told when a ring that is made from here on is half full.
+    /// Sets the thread to notify when a ring created from now on is half full.
     pub(crate) fn set_reader(&self, reader: Thread) {
         *self.reader.lock() = Some(reader);
     }
@@ -124,7 +124,7 @@ impl Session {
         self.rings.lock()
     }
 
-    /// The rings, as long as somebody else has them.
+    /// Returns the rings that are still referenced elsewhere.
     #[cfg(test)]
     pub(crate) fn weak_rings(&self) -> Vec<std::sync::Weak<Ring>> {
         self.rings().iter().map(Arc::downgrade).collect()
@@ -143,12 +143,12 @@ impl Session {
         Some(ring)
     }
 
-    /// A ring that so many records fit into; `None` where rings lie in a file, or there are no records.
+    /// Returns a ring with room for a number of records; `None` if rings are in a file, or there are no records.
     fn ring_for(&self, records: usize) -> Option<Arc<Ring>> {
         if records == 0 || self.mapped.is_some() {
             return None;
         }
-        // Readers leave out the slot that may be written just now.
+        // Readers skip the slot that may be being written.
         let ring = Arc::new(Ring::new((records + 1).next_power_of_two(), None));
         self.rings().push(Arc::clone(&ring));
         Some(ring)
@@ -161,7 +161,7 @@ impl Session {
         }
     }
 
-    /// What came since the reader read last.
+    /// Returns the records since the reader last read.
     pub(crate) fn read(&self, progress: &mut Progress) -> Vec<Batch> {
         if self.is_of_parent() {
             return Vec::new();
@@ -188,12 +188,12 @@ fn is_there(current: &Option<Arc<Session>>) -> bool {
     current.as_ref().is_some_and(|now| !now.is_of_parent())
 }
 
-/// Whether the recording that runs is not one of a parent.
+/// Whether the current recording belongs to this process rather than to a parent.
 fn is_own() -> bool {
     PROCESS.load(Ordering::Relaxed) == std::process::id()
 }
 
-/// The recording of this process that runs.
+/// Returns the current recording of this process.
 fn own() -> Option<Arc<Session>> {
     match is_own() {
         true => current().clone().filter(|session| session.is_current()),
@@ -201,35 +201,35 @@ fn own() -> Option<Arc<Session>> {
     }
 }
 
-/// Tells the recording that runs of new names.
+/// Passes new names to the current recording.
 pub(crate) fn names_changed() {
     if let Some(session) = own() {
         session.write_names();
     }
 }
 
-/// Most events that explain others and are told of at once in the ring of those: a part of it.
+/// The maximum number of explaining events written together to their ring: a fraction of its size.
 const MOST_RARE: usize = 1 << 12;
 
-/// The tap of those who have none of their own.
+/// The tap for writers without one of their own.
 static SHARED: Mutex<Tap> = Mutex::new(Tap::none());
-/// The tap for what explains other events, and is rare: allocators, streams, and memory of the driver. Large blocks
-/// that come and go must not push it out.
+/// The tap for rare events that explain others: allocators, streams, and driver memory. Frequent large blocks must not
+/// overwrite these.
 static RARE: Mutex<Tap> = Mutex::new(Tap::none());
 
-/// Lets go of the rings of those who have no tap of their own.
+/// Releases the rings of the shared taps.
 pub(crate) fn clear() {
     for tap in [&SHARED, &RARE] {
         *tap.lock() = Tap::none();
     }
 }
 
-/// Records an event of somebody who has no tap.
+/// Records an event of a writer without a tap.
 pub(crate) fn push(event: Event) {
     push_in(event, names::context());
 }
 
-/// [`push`] in a context that is not the thread's.
+/// [`push`] in a context other than the thread's.
 pub(crate) fn push_in(event: Event, context: u32) {
     let tap = match event.kind {
         Kind::Source
@@ -238,21 +238,21 @@ pub(crate) fn push_in(event: Event, context: u32) {
         | Kind::Limit
         | Kind::DeviceMemory
         | Kind::Regime => &RARE,
-        // What is told of before each of its blocks stays in their order.
+        // An explanation stays before the block that it explains.
         Kind::Stream if record::has_number(event.stream) => &RARE,
         _ => &SHARED,
     };
-    // The ring's order is that of time: what waits for the lock is later.
+    // The order in the ring is that of time: the time is taken under the lock.
     let mut tap = tap.lock();
     tap.push_at(clock::ticks(), event, context);
 }
 
-/// [`push_in`] of an event of a stream that has no number in records: its handle goes before.
+/// [`push_in`] for an event of a stream without a number in records: its handle comes before it.
 pub(crate) fn push_of(handle: u64, event: Event, context: u32) {
     push_together(Some(handle), &[event], context);
 }
 
-/// Records events of one stream with nothing between them, behind its handle if it has no number in records.
+/// Records events of one stream contiguously, after its handle if it has no number in records.
 pub(crate) fn push_together(handle: Option<u64>, events: &[Event], context: u32) {
     let mut tap = SHARED.lock();
     let ticks = clock::ticks();
@@ -265,15 +265,16 @@ pub(crate) fn push_together(handle: Option<u64>, events: &[Event], context: u32)
     }
 }
 
-/// Records what was there at a time, which nobody's context has to do with: what explains other events, and the blocks
-/// held. What would push itself out, and all blocks, have a ring with room for them, but where rings have to lie in a file.
+/// Records the state at a given time, independent of the thread's context: explaining events, and the blocks held. All
+/// blocks, and explanations that would overwrite each other, get a ring with enough room, unless rings must be in a
+/// file.
 pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     let session = own().filter(|session| session.mapped.is_none());
     let apart = match session.is_some() && rare.len() > MOST_RARE {
         true => rare,
         false => &[],
     };
-    // What explains others comes before them: all are of one time, and rings that were made earlier come first.
+    // Explanations come before what they explain: all have the same time, and rings created earlier come first.
     if apart.is_empty() {
         let mut tap = RARE.lock();
         rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
@@ -290,11 +291,11 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     held.iter().for_each(|event| tap.push_at(ticks, *event, 0));
 }
 
-/// Where one writer writes: a ring of its own in the recording that runs. It lies under the writer's lock.
+/// The place where one writer writes: its own ring in the current recording. Protected by the writer's lock.
 #[derive(Debug)]
 pub(crate) struct Tap {
     number: u64,
-    /// The handle of the writer's own stream, for one that has no number in records.
+    /// The handle of the writer's own stream, if that has no number in records.
     handle: u64,
     writer: Writer,
 }
@@ -314,12 +315,12 @@ impl Tap {
         }
     }
 
-    /// The writer has events of this stream alone from here on, by its slot and its handle. One that has no number in
-    /// records has no ring either: its events go where those are that have no tap, as each has the handle before it.
+    /// Restricts the writer to events of one stream, given by slot and handle. A stream without a number in records
+    /// gets no ring: its events go to the shared tap, each preceded by the handle.
     pub(crate) fn set_whose(&mut self, (stream, handle): (u32, u64), allocator: u64) {
         let whose = Whose::new(stream, allocator);
         let rings = [whose, self.writer.whose()].map(|whose| !whose.is_unnumbered());
-        // Who waited for a stream may have been where nobody found it when its recording ended.
+        // A thread that waited for the stream may have been missed when its recording ended.
         if self.number != NUMBER.load(Ordering::Relaxed) || rings != [true; 2] {
             self.clear();
         }
@@ -327,7 +328,7 @@ impl Tap {
         self.writer.set_whose(whose);
     }
 
-    /// Lets go of the ring of a recording that is over. Whose the writer is stays.
+    /// Releases the ring of an ended recording. The writer's stream stays.
     pub(crate) fn clear(&mut self) {
         *self = Tap {
             number: 0,
@@ -336,7 +337,7 @@ impl Tap {
         };
     }
 
-    /// Records an event of the writer's own stream now: its kind, address and bytes. The thread's context.
+    /// Records a current event of the writer's own stream in the thread's context: kind, address and bytes.
     #[inline]
     pub(crate) fn push_own(&mut self, event: (Kind, u64, u64)) -> u32 {
         let context = names::context();
@@ -345,17 +346,17 @@ impl Tap {
         context
     }
 
-    /// The place for [`put_own`](Self::put_own), which is all that there is to do then. `None` if there is no ring in the
-    /// recording that runs, or no room left in its half.
+    /// Returns the place for [`put_own`](Self::put_own), which then is the only step left. `None` if there is no ring
+    /// in the current recording, or no room left in its half.
     #[inline(always)]
     pub(crate) fn place(&self) -> Option<Place> {
         self.writer.place()
     }
 
-    /// [`push_own`](Self::push_own) without a look at anything else. The thread's context.
+    /// [`push_own`](Self::push_own) without further checks, in the thread's context.
     ///
     /// # Safety
-    /// The [place](Self::place) is the tap's, which nobody has been at since.
+    /// The [place](Self::place) was returned by this tap and not used since.
     #[inline(always)]
     pub(crate) unsafe fn put_own(&mut self, place: Place, event: (Kind, u64, u64)) -> u32 {
         let context = names::context();
@@ -365,7 +366,7 @@ impl Tap {
         context
     }
 
-    /// Records an event of a time that has been, in a context.
+    /// Records an event of a past time in a context.
     #[inline]
     pub(crate) fn push_at(&mut self, ticks: u64, event: Event, context: u32) {
         self.write(event.at_time(ticks, context));
@@ -380,13 +381,13 @@ impl Tap {
         }
     }
 
-    /// Records an event of a stream that has no number in records.
+    /// Records an event of a stream without a number in records.
     fn write_of(&mut self, handle: u64, record: Record) {
         self.write(record::handle_of(record, handle));
         self.write(record);
     }
 
-    /// Gets a ring in the recording that runs, and lets go of that of an earlier one.
+    /// Gets a ring in the current recording, and releases that of an earlier one.
     #[cold]
     #[inline(never)]
     fn renew(&mut self) {
@@ -394,7 +395,7 @@ impl Tap {
         self.number = match &session {
             Some(session) => session.number,
             None if is_own() => 0,
-            // Asked no more while the parent's number stands.
+            // Not tried again while the parent's number stands.
             None => NUMBER.load(Ordering::Relaxed),
         };
         let session = session.filter(|_| !self.writer.whose().is_unnumbered());
@@ -402,7 +403,7 @@ impl Tap {
         self.writer = Writer::new(ring, self.writer.whose());
     }
 
-    /// Counts an event that there is no ring for. One of a stream without a number goes to those who have no tap.
+    /// Records an event for which there is no ring. One of a stream without a number goes to the shared tap.
     #[cold]
     #[inline(never)]
     fn miss(&self, record: Record) {
@@ -439,7 +440,7 @@ mod tests {
             record::parts(&whose.record((Kind::Free, 512, 1), (0, 5)))
         };
         assert_eq!(own(&tap), (2, 512, 1, 3, 5, 4));
-        // That stays when its ring goes.
+        // This stays when the writer's ring is released.
         tap.clear();
         assert_eq!(own(&tap), (2, 512, 1, 3, 5, 4));
     }

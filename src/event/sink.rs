@@ -1,4 +1,4 @@
-//! A recording's way to a file: a thread of its own reads the rings and writes chunks.
+//! Writes a recording to a file: a separate thread reads the rings and writes chunks.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,15 +13,15 @@ use crate::event::names;
 use crate::event::session::{Batch, Progress, Session};
 use crate::locks::held::Mutex;
 
-/// How long records lie in their rings at most, if none is half full before.
+/// The longest time that records stay in their rings, unless one becomes half full earlier.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// What writes a recording's chunks.
+/// The writer of a recording's chunks.
 #[derive(Debug)]
 pub(crate) struct Chunks<W> {
     writer: W,
     names: usize,
-    /// Records that were written, and those that were overwritten before.
+    /// Numbers of records written, and overwritten before.
     pub records: u64,
     pub lost: u64,
 }
@@ -37,7 +37,7 @@ impl<W: Write> Chunks<W> {
         })
     }
 
-    /// Writes what came, and the names that it may need.
+    /// Writes new records, and the names that they may need.
     pub(crate) fn write(&mut self, batches: &[Batch]) -> io::Result<()> {
         for batch in batches {
             let mut bytes = Vec::with_capacity(8 + batch.records.len() * file::RECORD);
@@ -59,7 +59,7 @@ impl<W: Write> Chunks<W> {
         Ok(())
     }
 
-    /// Says that the recording was ended.
+    /// Writes the mark of a properly stopped recording.
     pub(crate) fn end(&mut self) -> io::Result<()> {
         self.writer.write_all(&file::chunk(END, 0, 0))?;
         self.writer.flush()
@@ -82,9 +82,10 @@ struct State {
 }
 
 impl Inner {
-    /// Writes what came since the last time.
+    /// Writes the records since the last call.
     fn write(&self, end: bool) {
-        // A forked child has the file, too, and must not write to it. The lock may be held by a thread that it lacks.
+        // A forked child shares the file, and must not write to it. A thread that does not exist there may hold the
+        // lock.
         if self.session.is_of_parent() {
             return;
         }
@@ -103,7 +104,7 @@ impl Inner {
         }
         if let Err(error) = written {
             state.failure = Some(error.kind());
-            // The program's logger may do anything, also end the recording.
+            // The program's logger may run arbitrary code, and even stop the recording.
             drop(state);
             log::warn!("cannot continue writing the recording: {error}");
         }
@@ -118,11 +119,11 @@ pub(crate) struct Sink {
 }
 
 impl Sink {
-    /// Begins to write a recording to a file.
+    /// Starts writing a recording to a file.
     pub(crate) fn start(session: &Arc<Session>, path: &Path) -> io::Result<Sink> {
         let (file, beside) = file::create_beside(path)?;
         let begun = Chunks::begin(session, file);
-        // From here on under its name: what breaks off the process leaves what was written.
+        // The file has its final name from here on: if the process dies, what was written is kept.
         let chunks = begun.and_then(|chunks| file::replace(&beside, path).map(|()| chunks));
         let chunks = chunks.inspect_err(|_| {
             let _ = std::fs::remove_file(&beside);
@@ -153,7 +154,7 @@ impl Sink {
         })
     }
 
-    /// Writes what is left, and ends the file: records written, records lost.
+    /// Writes what is left, and completes the file: returns the numbers of records written and lost.
     pub(crate) fn finish(mut self) -> io::Result<(u64, u64)> {
         self.stop();
         let state = &self.inner.state;
@@ -168,18 +169,18 @@ impl Sink {
         self.inner.stop.store(true, Ordering::Release);
         let thread = self.thread.take();
         if self.inner.session.is_of_parent() {
-            // There is no such thread here that could be let go.
+            // This platform has no detached thread to release.
             return std::mem::forget(thread);
         }
         if let Some(thread) = thread {
             thread.thread().unpark();
-            // It ends in any way: a panic there is no reason for one here.
+            // The recording ends in any case: a panic of that thread is no reason for one here.
             let _ = thread.join();
         }
         self.inner.write(true);
     }
 
-    /// Writes what is left from an exit handler, where threads are not waited for.
+    /// Writes what is left from an exit handler, where threads cannot be joined.
     pub(crate) fn write_last(&self) {
         self.inner.write(true);
     }

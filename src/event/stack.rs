@@ -1,12 +1,12 @@
-//! The stack of a thread: addresses, which identify it cheaply, and the names of its functions, which are expensive.
+//! The stack of a thread: addresses, which identify it cheaply, and function names, which are expensive.
 
 use std::backtrace::Backtrace;
 
-/// Frames that are looked at, from the innermost one outwards; those further out are left out.
+/// The maximum number of frames, from the innermost one outwards; frames further out are ignored.
 const DEEPEST: usize = 128;
 
-/// The addresses of the thread's stack, innermost first. None where they cannot be had cheaply: then all stacks are the
-/// same one.
+/// Returns the addresses of the thread's stack, innermost first. None if they cannot be obtained cheaply: all stacks
+/// are then considered equal.
 #[cfg(all(unix, not(miri)))]
 pub(crate) fn addresses() -> Vec<usize> {
     use std::ffi::{c_int, c_void};
@@ -44,13 +44,13 @@ pub(crate) fn addresses() -> Vec<usize> {
     Vec::new()
 }
 
-/// The names of a stack's functions, outermost first, separated by semicolons, without the functions of this crate that
-/// took the stack.
+/// Returns the names of a stack's functions, outermost first, separated by semicolons, without the functions of this
+/// crate that took the stack.
 pub(crate) fn text(stack: &Backtrace) -> String {
     users(&format!("{stack:#}"))
 }
 
-/// [`text`] of a stack as the standard library prints it in full.
+/// [`text`] of a stack as printed by the standard library in full.
 fn users(printed: &str) -> String {
     let mut frames = frames(printed);
     frames.truncate(DEEPEST);
@@ -65,8 +65,8 @@ fn users(printed: &str) -> String {
         .filter(|(_, origin)| *origin == Some(Origin::Own));
     let first = own.last().map_or(0, |(at, _)| at + 1);
     let shown = frames.get(first..).unwrap_or_default();
-    // Further out the standard library starts the thread or the program; without debug information a function that was
-    // inlined there has no other name.
+    // Frames further out belong to the standard library's start of the thread or program; without debug information, a
+    // function inlined there has no other name.
     let start = |frame: &Frame<'_>| frame.name.contains("__rust_begin_short_backtrace");
     let end = shown.iter().position(start).filter(|end| *end > 0);
     let shown = shown.iter().take(end.unwrap_or(shown.len()));
@@ -74,7 +74,7 @@ fn users(printed: &str) -> String {
     names.join(";")
 }
 
-/// Whose code a function is.
+/// The origin of a function.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Origin {
     /// This crate, or the C library over it.
@@ -86,19 +86,19 @@ enum Origin {
 
 /// A function of a printed stack.
 struct Frame<'a> {
-    /// As it is printed; an address if the function is unknown.
+    /// The printed name; an address if the function is unknown.
     name: &'a str,
     /// The source file; empty without debug information.
     file: &'a str,
 }
 
 impl Frame<'_> {
-    /// None if the function is unknown. `sources` is the folder of this crate's sources.
+    /// The origin; none if the function is unknown. `sources` is the folder of this crate's sources.
     fn origin(&self, sources: Option<&str>) -> Option<Origin> {
         if sources.is_some_and(|sources| self.file.starts_with(sources)) {
             return Some(Origin::Own);
         }
-        // Line tables name inlined functions without their paths, so the file has to tell.
+        // Line tables name inlined functions without their paths, so the file decides.
         let is_std = || {
             let mut folders = ["/rustc/", "/rustlib/src/rust/"].iter();
             folders.any(|folder| self.file.contains(folder))
@@ -107,29 +107,29 @@ impl Frame<'_> {
             Some(origin) => Some(origin),
             None if is_std() => Some(Origin::Std),
             None if !self.file.is_empty() => Some(Origin::Program),
-            // Some of the inlined functions have no line either. Functions of C have none without debug information.
+            // Some inlined functions have no line either. C functions have none without debug information.
             None if sources.is_some() || self.name.starts_with("0x") => None,
             None => Some(Origin::Program),
         }
     }
 }
 
-/// Whose function a name with a path is, in the spelling of either mangling.
+/// Returns the origin of a function by its name with a path, in the spelling of either mangling.
 fn origin_of(name: &str) -> Option<Origin> {
-    // Functions of C have no paths, and those of C++ are printed as they are mangled.
+    // C functions have no paths, and C++ functions are printed mangled.
     let mut own = ["cualloc_", "_ZN7cualloc", "_ZNK7cualloc"].iter();
     if !name.contains("::") && own.any(|own| name.starts_with(own)) {
         return Some(Origin::Own);
     }
     let (own, of) = qualified(name);
     match (origin_of_path(own), of.and_then(origin_of_path)) {
-        // A trait can be implemented for a type of the standard library by the trait's crate only.
+        // A trait can be implemented for a type of the standard library only by the trait's crate.
         (None | Some(Origin::Std), Some(origin)) => Some(origin),
         (origin, _) => origin,
     }
 }
 
-/// The crate that a path or a type begins with.
+/// Returns the crate that a path or a type begins with.
 fn origin_of_path(path: &str) -> Option<Origin> {
     let mut path = path;
     while let Some(inner) = ["<", "&", "mut ", "*const ", "*", "dyn ", "[", "("]
@@ -150,14 +150,14 @@ fn origin_of_path(path: &str) -> Option<Origin> {
     })
 }
 
-/// The type and the trait of `<type as trait>::function`; of another name all of it, and nothing.
+/// Splits `<type as trait>::function` into type and trait; for other names returns all of it, and nothing.
 fn qualified(name: &str) -> (&str, Option<&str>) {
     let mut depth = 0;
     let mut before = ' ';
     for (at, c) in name.char_indices() {
         match c {
             '<' | '(' | '[' => depth += 1,
-            // Not the end of an arrow.
+            // Not the `>` of an arrow.
             '>' if before == '-' => {}
             '>' | ')' | ']' => depth -= 1,
             ' ' if depth == 1 && name.starts_with('<') => {
@@ -173,7 +173,8 @@ fn qualified(name: &str) -> (&str, Option<&str>) {
     (name, None)
 }
 
-/// The folder of this crate's sources as a stack spells it: every stack is taken by a function in its folder `event`.
+/// Returns the folder of this crate's sources as a stack spells it: every stack is taken by a function in its folder
+/// `event`.
 fn sources<'a>(frames: &[Frame<'a>]) -> Option<&'a str> {
     let here = file!().strip_suffix("stack.rs")?;
     let sources = here.strip_suffix("event/")?;
@@ -183,8 +184,8 @@ fn sources<'a>(frames: &[Frame<'a>]) -> Option<&'a str> {
     })
 }
 
-/// The frames of a printed stack, innermost first. A line ` 3:  0x55d0c8 - name::of::it` names a function (without its
-/// beginning if the function was inlined); a line `at file:12:5` below it says where it is.
+/// Returns the frames of a printed stack, innermost first. A line ` 3:  0x55d0c8 - name::of::it` contains a function
+/// (without the beginning if it was inlined); a line `at file:12:5` below it contains its position.
 fn frames(printed: &str) -> Vec<Frame<'_>> {
     let mut frames: Vec<Frame<'_>> = Vec::new();
     for line in printed.lines().map(str::trim) {
@@ -203,7 +204,7 @@ fn frames(printed: &str) -> Vec<Frame<'_>> {
             "<unknown>" => before.rsplit(' ').next().unwrap_or_default(),
             name => name,
         };
-        // The unwinder may end with an address of nothing.
+        // The unwinder may end with a null address.
         if !name.is_empty() && name != "0x0" {
             frames.push(Frame { name, file: "" });
         }
@@ -211,8 +212,8 @@ fn frames(printed: &str) -> Vec<Frame<'_>> {
     frames
 }
 
-/// A name without the hashes of either mangling: `std[846817f741e54dfd]::a` and `std::a::h0123456789abcdef`. Semicolons
-/// stand between names.
+/// Removes the hashes of either mangling from a name: `std[846817f741e54dfd]::a` and `std::a::h0123456789abcdef`.
+/// Semicolons are replaced, since they separate names.
 fn plain(name: &str) -> String {
     let is_hash = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_hexdigit());
     let name = match name.rsplit_once("::h") {
@@ -222,7 +223,7 @@ fn plain(name: &str) -> String {
     let mut parts = name.split('[');
     let mut text = parts.next().unwrap_or_default().to_owned();
     for part in parts {
-        // `[f64]` is a type, but no crate has it behind its name.
+        // Unlike a crate's hash, the brackets of a type such as `[f64]` do not follow a name.
         let follows_name = text.ends_with(|c: char| c.is_alphanumeric() || c == '_');
         match part.split_once(']') {
             Some((hash, rest)) if follows_name && is_hash(hash) => text.push_str(rest),

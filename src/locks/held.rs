@@ -1,10 +1,10 @@
-//! The mutexes of the library, and how many of its locks the calling thread holds.
+//! The mutexes of the library, and a count of the locks that the calling thread holds.
 //!
-//! No function that may wait is called under a lock: not the driver's, since each call of it may wait for work or for
-//! another thread in the driver, and no code of the program, such as hooks and loggers, since that may call the
-//! library again. The simulator reports each call that is made under a lock, and tests install a logger that does
-//! the same for log lines. `tests/layers.py` checks that `src` has no other locks than those of this folder.
-//! Only debug builds count, so that the hot path of the others does not pay for it.
+//! No function that may wait is called under a lock: neither the driver, whose calls may wait for work or for another
+//! thread in the driver, nor code of the program, such as hooks and loggers, which may call the library again. The
+//! simulator reports each call made under a lock, and tests install a logger that does the same for log lines.
+//! `tests/layers.py` checks that `src` has no other locks than those of this folder. Only debug builds count, so that
+//! the hot path of release builds does not pay for it.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, LockResult, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
@@ -35,7 +35,7 @@ mod count {
         }
     }
 
-    /// Locks that the calling thread holds.
+    /// Returns the number of locks that the calling thread holds.
     pub(crate) fn locks() -> u32 {
         LOCKS.get()
     }
@@ -43,7 +43,7 @@ mod count {
 
 #[cfg(not(all(debug_assertions, not(loom))))]
 mod count {
-    /// Nothing.
+    /// Does nothing in release builds.
     #[derive(Debug)]
     pub(crate) struct Counted(());
 
@@ -54,7 +54,7 @@ mod count {
         }
     }
 
-    /// 0, since nothing is counted.
+    /// Always 0, since nothing is counted in release builds.
     #[inline(always)]
     pub(crate) fn locks() -> u32 {
         0
@@ -77,13 +77,13 @@ impl<T> Mutex<T> {
 }
 
 impl<T: ?Sized> Mutex<T> {
-    /// Locks it, also after a panic of a thread that held it.
+    /// Locks it, even after a panic of a thread that held it.
     #[inline]
     pub fn lock(&self) -> Locked<'_, T> {
         Held::of(self.0.lock())
     }
 
-    /// The value, unless another thread has it, or a panic came while one had it.
+    /// Returns the value, unless another thread holds the lock or panicked while holding it.
     pub(crate) fn try_lock(&self) -> Option<Locked<'_, T>> {
         self.0.try_lock().ok().map(|guard| Held::of(Ok(guard)))
     }
@@ -93,7 +93,7 @@ impl<T: ?Sized> Mutex<T> {
     }
 }
 
-/// As [`Mutex`], for several readers or one writer.
+/// Like [`Mutex`], for several readers or one writer.
 #[derive(Debug, Default)]
 pub(crate) struct RwLock<T: ?Sized>(std::sync::RwLock<T>);
 
@@ -124,7 +124,7 @@ pub struct Held<G> {
 pub type Locked<'a, T> = Held<MutexGuard<'a, T>>;
 
 impl<G> Held<G> {
-    /// A panic under a lock leaves no state half changed, so a poisoned lock is as good as any.
+    /// A panic under a lock leaves no partial change, so a poisoned lock can still be used.
     #[inline]
     fn of(guard: LockResult<G>) -> Held<G> {
         Held {
@@ -146,7 +146,7 @@ impl<T> Locked<'_, T> {
         }
     }
 
-    /// As [`wait`](Self::wait), for at most this time.
+    /// Like [`wait`](Self::wait), with a timeout.
     pub(crate) fn wait_timeout(self, condition: &Condvar, left: Duration) -> Self {
         debug_assert!(locks() <= 1, "a wait under another lock");
         let waited = condition.wait_timeout(self.guard, left);

@@ -1,7 +1,8 @@
-//! Lines of the log that wait until their thread holds nothing that other calls wait for.
+//! Log lines delayed until their thread holds nothing that other calls wait for.
 //!
-//! A call that uses a stream's handle, or memory that may be suspended, is waited for: by the retirement of the stream,
-//! or by the suspension. No lock is held, but a logger that makes such a call on the same thread would wait for itself.
+//! The retirement of a stream, or a suspension, waits for calls that use the stream's handle, or the memory. Such a
+//! call holds no lock, but if its logger retired the stream or suspended the memory on the same thread, it would wait
+//! for itself.
 
 use std::cell::Cell;
 use std::fmt;
@@ -13,17 +14,17 @@ use log::Level;
 type Line = (Level, &'static str, String);
 
 thread_local! {
-    /// How many [`KeptLines`] the thread has. Without a destructor, since blocks are freed while a thread ends.
+    /// The number of [`KeptLines`] of the thread. It has no destructor, since blocks are freed while a thread ends.
     static KEEPERS: Cell<u32> = const { Cell::new(0) };
     static KEPT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// Keeps the lines that the calling thread [says](say), and logs them when it is dropped. Declared before what the
-/// thread is waited for, it is dropped after that.
+/// Keeps the lines that the calling thread [logs](say), and writes them when it is dropped. It must be declared before
+/// the use that others wait for, so that it is dropped after it.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct KeptLines {
-    /// It stays on its thread.
+    /// It must stay on its thread.
     _here: PhantomData<*const ()>,
 }
 
@@ -44,13 +45,13 @@ impl Drop for KeptLines {
     }
 }
 
-/// Logs a line, later if the thread has [`KeptLines`].
+/// Logs a line, delayed if the thread has [`KeptLines`].
 pub(crate) fn say(level: Level, target: &'static str, what: fmt::Arguments<'_>) {
     if KEEPERS.get() == 0 {
         return log::log!(target: target, level, "{what}");
     }
     if level <= log::max_level() {
-        // A thread that ends may have lost its variables.
+        // An ending thread may have lost its variables.
         let _ = KEPT.try_with(|kept| {
             let mut lines = kept.take();
             lines.push((level, target, what.to_string()));

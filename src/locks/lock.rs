@@ -1,10 +1,10 @@
-//! The lock of the hot path, and the one place where its building blocks come from.
+//! The lock of the hot path.
 //!
-//! One read-modify-write takes it and a plain store gives it back: the two of an ordinary mutex cost
-//! more than all the work that is done under this one. Who finds it taken spins, then yields, then
-//! sleeps for moments; nobody parks for good, so no wake-up can be lost.
+//! One read-modify-write takes it and a plain store releases it: the two read-modify-writes of an ordinary mutex cost
+//! more than all the work done under this one. A waiting thread spins, then yields, then sleeps for short times; it
+//! never parks, so no wake-up can be lost.
 //!
-//! Under `--cfg loom` the same code runs on loom's primitives, which try all interleavings.
+//! Under `--cfg loom` the same code runs on loom's primitives, which explore all interleavings.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
@@ -15,16 +15,16 @@ pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
-/// Rounds of pauses until a waiting thread yields: at first one pause, in the end so many that a
-/// look at the lock costs little beside them, and still no more than the lock is mostly held.
+/// The number of spinning rounds before a waiting thread yields: the first has one pause, the last so many that reading
+/// the lock costs little in comparison, but no more than the lock is usually held.
 const SPINS: u32 = 16;
 const MOST_PAUSES: u32 = 8;
-/// Yields until a waiting thread sleeps. Who comes this far waits for a thread that does not run.
+/// The number of yields before a waiting thread sleeps. A thread that gets here waits for one that is not running.
 const YIELDS: u32 = 256;
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
-/// A value that one thread at a time may use. The lock and the value's first fields are neighbours, and between them lies
-/// what may be read without the lock.
+/// A value that one thread at a time may use. The lock and the value's first fields are adjacent, with fields between
+/// them that may be read without the lock.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Lock<T, B = ()> {
@@ -60,7 +60,7 @@ impl<T, B> Lock<T, B> {
         self.held(contended)
     }
 
-    /// The value, if nobody has it.
+    /// Returns the value if the lock is free.
     #[inline(always)]
     pub(crate) fn try_lock(&self) -> Option<Held<'_, T, B>> {
         if self.taken.swap(true, Ordering::Acquire) {
@@ -69,7 +69,7 @@ impl<T, B> Lock<T, B> {
         Some(self.held(false))
     }
 
-    /// Where the value is, from the lock's beginning on.
+    /// The offset of the value from the beginning of the lock.
     #[cfg(not(loom))]
     pub(crate) const fn value_at() -> usize {
         std::mem::offset_of!(Self, value)
@@ -100,20 +100,20 @@ impl<T, B> Lock<T, B> {
         }
     }
 
-    /// Only reads, so that the holder keeps the line for its own writes.
+    /// Only reads, so that the holder keeps the cache line for its writes.
     #[cfg(not(loom))]
     fn seems_taken(&self) -> bool {
         self.taken.load(Ordering::Relaxed)
     }
 
-    /// To such a read loom may give an old answer for ever.
+    /// Loom may answer such a read with an old value forever.
     #[cfg(loom)]
     fn seems_taken(&self) -> bool {
         false
     }
 }
 
-/// Lets other threads go on, so much longer the later the round.
+/// Lets other threads run, longer in later rounds.
 #[cfg(not(loom))]
 pub(crate) fn pause(round: u32) {
     if round < SPINS {
@@ -133,11 +133,11 @@ pub(crate) fn pause(_round: u32) {
     loom::thread::yield_now();
 }
 
-/// The value, while it is this thread's.
+/// The value, while this thread holds the lock.
 #[derive(Debug)]
 pub(crate) struct Held<'a, T, B = ()> {
     lock: &'a Lock<T, B>,
-    /// Whether somebody else had it when it was asked for.
+    /// Whether the lock was taken by another thread when it was requested.
     pub(crate) contended: bool,
     #[cfg(loom)]
     pointer: Option<loom::cell::MutPtr<T>>,
@@ -184,9 +184,9 @@ impl<T, B> Drop for Held<'_, T, B> {
     #[inline]
     fn drop(&mut self) {
         #[cfg(loom)]
-        // Ends loom's record of the access before the lock is free.
+        // Ends loom's record of the access before the lock is released.
         drop(self.pointer.take());
-        // Loom does not put a plain store after another thread's swap that came before it.
+        // Loom does not order a plain store after another thread's earlier swap.
         #[cfg(loom)]
         self.lock.taken.swap(false, Ordering::Release);
         #[cfg(not(loom))]

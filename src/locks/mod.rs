@@ -1,4 +1,4 @@
-//! Locks, and what is counted of those that a thread holds.
+//! Locks, and the count of those that a thread holds.
 
 pub mod held;
 pub(crate) mod lines;

@@ -1,7 +1,7 @@
-//! Cache lines that are asked for before they are needed.
+//! Prefetching of cache lines.
 
-/// Asks the processor for the cache line around an address, which may be any, so that a later access need not wait for
-/// it. Nothing is read as far as a program can tell. Where a processor's instruction for it is not known nothing is done.
+/// Prefetches the cache line at any address, so that a later access need not wait for it. Has no effect that a program
+/// can observe. Does nothing where the processor's instruction is not known.
 #[inline(always)]
 pub(crate) fn prefetch(pointer: *const ()) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]

@@ -3,20 +3,20 @@
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A thread of the process. No two threads ever have the same.
+/// A thread of the process. Ids are never reused.
 ///
-/// It has no destructor, unlike the standard library's, which panics when it is asked for after the thread-local
-/// variables of the thread have been destroyed. Destructors of `pthread` keys run that late, and may call the library.
+/// It has no destructor, unlike the standard library's, which panics when it is used after the thread's local variables
+/// have been destroyed. Destructors of `pthread` keys run that late, and may call the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ThreadId(u64);
 
 thread_local! {
-    /// 0 until the thread first asks for its number.
+    /// 0 until the thread first requests its number.
     static NUMBER: Cell<u64> = const { Cell::new(0) };
 }
 
 impl ThreadId {
-    /// The calling thread.
+    /// Returns the id of the calling thread.
     #[inline]
     pub fn current() -> ThreadId {
         static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -28,18 +28,18 @@ impl ThreadId {
         })
     }
 
-    /// Threads are numbered from 1 in the order in which they first ask.
+    /// Threads are numbered from 1 in the order of their first request.
     #[inline]
     pub(crate) fn number(self) -> u64 {
         self.0
     }
 }
 
-/// Numbers of impersonated threads begin here.
+/// The first number of impersonated threads.
 #[cfg(feature = "sim")]
 const IMPERSONATED: u64 = 1 << 30;
 
-/// Runs `run` as another thread: [`ThreadId::current`] is the same for the same `thread`, whichever thread runs it.
+/// Runs `run` as another thread: [`ThreadId::current`] depends only on `thread`, whichever thread runs it.
 #[cfg(feature = "sim")]
 pub(crate) fn as_thread<T>(thread: u32, run: impl FnOnce() -> T) -> T {
     struct Restore(u64);

@@ -1,32 +1,32 @@
-//! What NVTX version 3 hands to a tool: the layouts of its core and of its memory extension, as far as they are used.
+//! The interface of NVTX version 3 to a tool: the used parts of its core and of its memory extension.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The version of NVTX that these layouts are of.
+/// The version of NVTX with these layouts.
 pub(super) const VERSION: u16 = 3;
 /// The memory extension's number, and the version of its layouts.
 pub(super) const MEMORY: u16 = 1;
 pub(super) const COMPATIBLE: u16 = 0x0102;
-/// Functions of the memory extension that a tool may fill in.
+/// The number of functions of the memory extension that a tool may set.
 pub(super) const SLOTS: usize = 63;
-/// Functions of domains, with the one that has no meaning.
+/// The number of functions of domains, including an unused one.
 pub(super) const DOMAIN_FUNCTIONS: usize = 16;
 /// The module of them.
 pub(super) const DOMAINS: c_int = 5;
-/// Tables that a tool asks for.
+/// Tables that a tool requests.
 pub(super) const CALLBACKS: u32 = 1;
 pub(super) const VERSION_INFO: u32 = 3;
 
-/// A heap out of which regions are handed out.
+/// A heap from which regions are allocated.
 pub(super) const SUBALLOCATOR: u32 = 1;
-/// Memory by virtual addresses; also a region that is named by its address.
+/// Memory given by virtual addresses; also a region identified by its address.
 pub(super) const BY_ADDRESS: u32 = 1;
-/// A text that ends with a zero.
+/// A zero-terminated text.
 pub(super) const TEXT: u32 = 1;
 
-/// What a tool or a domain gives for a thing of its own.
+/// The handle that a tool or a domain returns for an object.
 pub(super) type Handle = *mut c_void;
 
 macro_rules! functions {
@@ -42,9 +42,9 @@ macro_rules! functions {
     )*};
 }
 
-// Each with its place in the table.
+// Each with its index in the table.
 functions! {
-    /// Functions of domains, as the tool filled them in.
+    /// Functions of domains, as set by the tool.
     Domain in DOMAIN_WORDS: {
         mark 1 (Handle, *const Attributes);
         push 4 (Handle, *const Attributes) -> c_int;
@@ -52,7 +52,7 @@ functions! {
         name_category 8 (Handle, u32, *const c_char);
         create 12 (*const c_char) -> Handle;
     }
-    /// Functions of the memory extension, none where the tool has none. It may fill them in at any time.
+    /// Functions of the memory extension, null where the tool has none. The tool may set them at any time.
     Memory in MEMORY_WORDS: {
         register_heap 0 (Handle, *const HeapDescription) -> Handle;
         unregister_heap 1 (Handle, Handle);
@@ -76,19 +76,19 @@ unsafe fn function<F: Copy>(word: &AtomicUsize) -> Option<F> {
 }
 
 pub(super) type ExportTable = unsafe extern "C" fn(u32) -> *const c_void;
-/// How a library takes part in the core: 0 if it does not.
+/// The structure with which a library registers with the core; 0 if it does not take part.
 pub(super) type Attach = unsafe extern "C" fn(ExportTable) -> c_int;
-/// The same of an extension.
+/// The same for an extension.
 pub(super) type AttachExtension = unsafe extern "C" fn(*mut Module) -> c_int;
 
-/// The table by which a tool finds the functions of a module.
+/// The table with which a tool finds the functions of a module.
 #[repr(C)]
 pub(super) struct Callbacks {
     pub bytes: usize,
     pub table: unsafe extern "C" fn(c_int, *mut *const *mut usize, *mut u32) -> c_int,
 }
 
-/// The table that says which version of NVTX this is.
+/// The table that reports the version of NVTX.
 #[repr(C)]
 pub(super) struct Version {
     pub bytes: usize,
@@ -97,7 +97,7 @@ pub(super) struct Version {
     pub told: unsafe extern "C" fn(u32),
 }
 
-/// Functions of an extension, for a tool to fill in.
+/// Functions of an extension, to be set by a tool.
 #[repr(C)]
 pub(super) struct Segment {
     pub number: usize,
@@ -133,7 +133,7 @@ pub(super) struct Attributes {
     pub text: *const c_char,
 }
 
-/// Bytes from an address on.
+/// A range of bytes.
 #[repr(C)]
 pub(super) struct Range {
     pub bytes: usize,
@@ -155,7 +155,7 @@ pub(super) struct HeapDescription {
     pub text: *const c_char,
 }
 
-/// Regions of a heap that are handed out.
+/// Regions of a heap that are allocated.
 #[repr(C)]
 pub(super) struct Register {
     pub compatible: u16,
@@ -168,7 +168,7 @@ pub(super) struct Register {
     pub handles: *mut Handle,
 }
 
-/// Regions that are taken back.
+/// Regions that are freed.
 #[repr(C)]
 pub(super) struct Unregister {
     pub compatible: u16,

@@ -1,12 +1,12 @@
-//! What tools see of an allocator: compute-sanitizer its blocks, Nsight its slow paths.
+//! Events for tools: blocks for compute-sanitizer, slow paths for Nsight.
 //!
-//! NVTX is a way for libraries to talk to a tool that may be attached to the process. Here it is spoken without NVTX's
-//! own code: the environment variable `NVTX_INJECTION64_PATH`, which tools set, names a library, and that library fills
-//! in functions. Without the variable nothing is loaded, and nothing here is ever called: callers ask the word of the
-//! process first.
+//! NVTX is an interface between libraries and a tool attached to the process. It is implemented here without NVTX's own
+//! code: the environment variable `NVTX_INJECTION64_PATH`, which tools set, names a library that sets function
+//! pointers. Without the variable nothing is loaded, and nothing here is ever called: callers check the process state
+//! first.
 //!
-//! The tool is told under the lock under which a block changes hands: its address may be somebody else's as soon as that
-//! is free. A tool knows nothing of this library, so it cannot call back.
+//! The tool is called under the lock that protects the block's state: once that is released, the address may belong to
+//! another block. A tool does not know this library, so it cannot call back.
 
 mod abi;
 mod tool;
@@ -18,7 +18,7 @@ pub(crate) use tool::{Category, Tool};
 
 static TOOL: OnceLock<Option<Tool>> = OnceLock::new();
 
-/// Attaches the tool that the environment names, once in the process.
+/// Attaches the tool named by the environment, once per process.
 pub(crate) fn attach() -> Option<&'static Tool> {
     let mut failure = None;
     let tool = TOOL.get_or_init(|| {
@@ -28,19 +28,19 @@ pub(crate) fn attach() -> Option<&'static Tool> {
             None
         })
     });
-    // Not in there: the logger may make an allocator, which attaches the tool.
+    // Not inside `call_once`: the logger may create an allocator, which attaches the tool.
     if let Some(error) = failure {
         log::warn!("cannot attach the tool named by {VARIABLE}: {error}");
     }
     tool.as_ref()
 }
 
-/// A range on the tool's time line, until it is dropped.
+/// A range on the tool's timeline, until dropped.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Span(Option<&'static Tool>);
 
-/// Begins a range on the calling thread, if a tool is attached. It ends there, too.
+/// Begins a range on the calling thread, where it also ends, if a tool is attached.
 pub(crate) fn span(category: Category, what: impl FnOnce() -> String) -> Span {
     let tool = TOOL.get().and_then(Option::as_ref);
     if let Some(tool) = tool {

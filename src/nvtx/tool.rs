@@ -1,4 +1,4 @@
-//! The tool that is attached to the process by NVTX's own variable, and what it is told.
+//! The tool attached to the process by NVTX's own variable, and the events it gets.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsString, c_char, c_int, c_void};
@@ -11,22 +11,22 @@ use super::abi::{self, Domain, Handle, Memory};
 use crate::environment;
 use crate::locks::held::{Locked, Mutex};
 
-/// The variable by which a tool has itself loaded.
+/// The variable by which a tool is loaded.
 pub(super) const VARIABLE: &str = "NVTX_INJECTION64_PATH";
 
-/// What a mark or a range is about.
+/// The kind of a mark or a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Category {
-    /// Memory is taken from the driver.
+    /// Memory is obtained from the driver.
     Grow = 1,
-    /// A view is made.
+    /// A view is created.
     Stitch = 2,
     /// The host waits for the device.
     Wait = 3,
-    /// Memory goes back to the driver.
+    /// Memory is returned to the driver.
     Trim = 4,
-    /// A request found no memory.
+    /// A request failed for lack of memory.
     OutOfMemory = 5,
 }
 
@@ -50,12 +50,12 @@ impl Category {
     }
 }
 
-/// A tool that listens.
+/// An attached tool.
 #[derive(Debug)]
 pub(crate) struct Tool {
-    /// The domain of everything that is told, null if the tool makes no domains.
+    /// The domain of all events, null if the tool does not create domains.
     domain: usize,
-    /// Heaps by their first bytes: how many bytes, and the tool's handle.
+    /// Heaps by address: their size, and the tool's handle.
     heaps: Mutex<BTreeMap<u64, (u64, usize)>>,
 }
 
@@ -79,7 +79,7 @@ unsafe extern "C" fn export(table: u32) -> *const c_void {
 
 unsafe extern "C" fn ignore(_: u32) {}
 
-/// Places for functions, as a tool gets them: pointers to words, and a null behind them.
+/// The function table in the tool's format: pointers to words, terminated by null.
 struct Places([*mut usize; abi::DOMAIN_FUNCTIONS + 1]);
 
 // SAFETY: the pointers are to atomics, which anybody may write to as such; they never change themselves.
@@ -95,7 +95,7 @@ static PLACES: Places = Places({
     places
 });
 
-/// The places of a module's functions; those of domains are all that is used here.
+/// Returns the function table of a module; only that of domains is used here.
 unsafe extern "C" fn module(
     module: c_int,
     table: *mut *const *mut usize,
@@ -117,7 +117,8 @@ unsafe extern "C" fn module(
 }
 
 impl Tool {
-    /// The tool that the environment names; none without a name, or if the library has no function of NVTX's.
+    /// Loads the tool named by the environment; none if it names none, or if the library does not export NVTX's
+    /// function.
     pub(super) fn load() -> Result<Option<Tool>, libloading::Error> {
         match environment::variable(VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Tool::open(&path),
@@ -131,7 +132,7 @@ impl Tool {
         // SAFETY: NVTX says what the functions of these names are.
         let core =
             unsafe { library.get::<abi::Attach>(c"InitializeInjectionNvtx2".to_bytes_with_nul()) };
-        // A tool may know domains, or memory, or both.
+        // A tool may support domains, or memory, or both.
         let core = core.map(|attach| *attach);
         // SAFETY: as above.
         let memory = unsafe {
@@ -143,7 +144,7 @@ impl Tool {
         if let (Err(_), Err(_)) = (&core, &memory) {
             return Ok(None);
         }
-        // The tool stays: it may have threads, and its functions are called from here on.
+        // The tool is never unloaded: it may have threads, and its functions are called from here on.
         std::mem::forget(library);
         // SAFETY: the function is called once here, with a function that lives as long as the process.
         let domains = core.is_ok_and(|attach| unsafe { attach(export) } != 0);
@@ -165,7 +166,7 @@ impl Tool {
         Ok(listens.then_some(tool))
     }
 
-    /// Whether heaps and regions are of use to it.
+    /// Whether the tool supports heaps and regions.
     pub(crate) fn tracks_memory(&self) -> bool {
         Memory::register_heap().is_some() && Memory::register_regions().is_some()
     }
@@ -194,7 +195,7 @@ impl Tool {
 
     // ---- memory -------------------------------------------------------------------------------
 
-    /// Memory out of which blocks are handed out from here on.
+    /// Reports memory from which blocks will be allocated.
     pub(crate) fn heap(&self, at: u64, bytes: u64) {
         let Some(register) = Memory::register_heap() else {
             return;
@@ -219,7 +220,7 @@ impl Tool {
         }
     }
 
-    /// The memory from an address on is no heap any more.
+    /// Reports that the memory at an address is no longer a heap.
     pub(crate) fn heap_gone(&self, at: u64) {
         let Some((_, handle)) = self.heaps().remove(&at) else {
             return;
@@ -230,7 +231,7 @@ impl Tool {
         }
     }
 
-    /// A block was handed out.
+    /// Reports an allocated block.
     pub(crate) fn born(&self, at: u64, bytes: u64, name: Option<&str>) {
         let Some(register) = Memory::register_regions() else {
             return;
@@ -262,7 +263,7 @@ impl Tool {
         }
     }
 
-    /// A block has a name.
+    /// Reports the name of a block.
     pub(crate) fn name(&self, at: u64, name: &str) {
         let Some(rename) = Memory::name_regions() else {
             return;
@@ -289,7 +290,7 @@ impl Tool {
         unsafe { rename(self.domain(), &names) };
     }
 
-    /// A block was freed.
+    /// Reports a freed block.
     pub(crate) fn gone(&self, at: u64) {
         let Some(unregister) = Memory::unregister_regions() else {
             return;
@@ -309,7 +310,7 @@ impl Tool {
 
     // ---- the time line --------------------------------------------------------------------------
 
-    /// Something happened.
+    /// Reports a mark.
     pub(crate) fn mark(&self, category: Category, what: &str) {
         if let Some(mark) = Domain::mark() {
             let text = text(what);
@@ -319,7 +320,7 @@ impl Tool {
         }
     }
 
-    /// Something begins on this thread; it ends with [`pop`](Self::pop).
+    /// Begins a range on this thread; [`pop`](Self::pop) ends it.
     pub(crate) fn push(&self, category: Category, what: &str) {
         if let Some(push) = Domain::push() {
             let text = text(what);
@@ -329,7 +330,7 @@ impl Tool {
         }
     }
 
-    /// What began last on this thread is over.
+    /// Ends the range that began last on this thread.
     pub(crate) fn pop(&self) {
         if let Some(pop) = Domain::pop() {
             // SAFETY: a function of the domain alone.
@@ -338,7 +339,7 @@ impl Tool {
     }
 }
 
-/// Has a tool fill in its functions of the memory extension; whether it did.
+/// Lets a tool set its functions of the memory extension; returns whether it did.
 fn attach_memory(attach: abi::AttachExtension) -> bool {
     let mut segment = abi::Segment {
         number: 1,
@@ -366,7 +367,7 @@ fn range(at: u64, bytes: u64) -> abi::Range {
     }
 }
 
-/// A text as C has it: up to the first zero.
+/// Converts a text for C: up to the first zero.
 fn text(text: &str) -> CString {
     let end = text.find('\0').unwrap_or(text.len());
     CString::new(&text[..end]).unwrap_or_default()

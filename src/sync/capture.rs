@@ -1,19 +1,19 @@
-//! What the driver says about captures, classified once.
+//! Classifies the driver's answers about captures.
 //!
-//! Rooms decide what follows from it: refuse the call, wait by other means, or try again later.
+//! The callers decide on the consequence: reject the call, wait by other means, or try again later.
 
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, DriverError, Stream};
 use crate::error::Error;
 
-/// Whether a stream must not be given work or events of ours: it is being captured, or it is the legacy
-/// stream, behind which a blocking stream of its context is. No error is about captures.
+/// Whether no work or events may be submitted to a stream: because it is being captured, or because it is the legacy
+/// stream and a blocking stream of its context is being captured. Returned errors are never about captures.
 #[inline]
 pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
     classified(stream.is_capturing())
 }
 
-/// Refuses a stream that [is being captured](is_capturing) with [`Error::Capturing`].
+/// Rejects a stream that [is being captured](is_capturing) with [`Error::Capturing`].
 #[inline]
 pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
     match is_capturing(stream)? {
@@ -24,21 +24,23 @@ pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
     }
 }
 
-/// The handle of a stream of this crate's that captures in a context: one whose capture was begun here, or found,
-/// and is not over.
+/// Returns the handle of a stream of this crate that is capturing in a context: one whose capture was begun or found
+/// here and is not over.
 fn own_capture_in(context: &Context) -> Option<usize> {
     let suspects = context.driver().own_suspects();
     let mut there = suspects
         .iter()
         .filter(|stream| stream.context().id() == context.id());
-    // The driver tells a capture by its answer. Only the legacy stream, which is none of these, has an error for it.
+    // The driver reports a capture in its answer. Only the legacy stream, which is not among these, returns an error
+    // for it.
     let captures = |stream: &&Stream| matches!(is_capturing(stream), Ok(true));
     there.find(captures).map(|stream| stream.raw() as usize)
 }
 
-/// The handle of a stream that captures in a context, whose capture a wait for all of that would spoil: one of this
-/// crate's, or the legacy stream (0), which answers for the blocking ones. Each thread's own default stream is one of
-/// these. Errors say that the context is lost; what else goes wrong the wait itself will say.
+/// Returns the handle of a stream that is capturing in a context, and whose capture would be invalidated by waiting for
+/// the whole context: one of this crate's streams, including each thread's default stream, or the legacy stream (0),
+/// which represents the blocking ones. Only the loss of the context is returned as an error; other failures will be
+/// reported by the wait itself.
 pub(crate) fn spoilt_by_wait(context: &Context) -> Result<Option<usize>, DriverError> {
     if let Some(stream) = own_capture_in(context) {
         return Ok(Some(stream));
@@ -50,9 +52,9 @@ pub(crate) fn spoilt_by_wait(context: &Context) -> Result<Option<usize>, DriverE
     }
 }
 
-/// The handle of a stream that captures in a context, as far as that is known: one that was found
-/// capturing before, or whose capture was begun here, or the legacy stream (0), which answers for the blocking ones.
-/// No error is about captures.
+/// Returns the handle of a stream known to be capturing in a context: one that was found capturing before, or whose
+/// capture was begun here, or the legacy stream (0), which represents the blocking ones. Returned errors are never
+/// about captures.
 pub(crate) fn capture_in(context: &Context) -> Result<Option<usize>, DriverError> {
     if let Some((stream, _)) = context.driver().found_capturing().first() {
         return Ok(Some(*stream));
@@ -74,7 +76,7 @@ fn classified(answer: Result<bool, DriverError>) -> Result<bool, DriverError> {
     }
 }
 
-/// Whether the driver's answer is about a capture, of the stream or of what the event was recorded in.
+/// Whether the driver's answer is about a capture, of the stream or of the work recorded in the event.
 pub(crate) fn is_of_capture(code: CUresult) -> bool {
     use CUresult as Code;
     [
@@ -88,18 +90,18 @@ pub(crate) fn is_of_capture(code: CUresult) -> bool {
     .contains(&code)
 }
 
-/// Whether a question or a wait was answered so because the event was recorded in a capture: one under
-/// way, or one that has ended, after which drivers call such an event an invalid value.
+/// Whether a query or a wait failed because the event was recorded in a capture: one in progress, or an ended one,
+/// after which drivers report the event as an invalid value.
 pub(crate) fn is_void_event(code: CUresult) -> bool {
     is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
 }
 
-/// Whether a wait was refused because of its event, which has lost its meaning by then.
+/// Whether a wait failed because its event has become invalid.
 pub(crate) fn is_void_wait(error: &DriverError) -> bool {
     error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
 }
 
-/// Whether the driver refused a call because a stream somewhere is being captured.
+/// Whether the driver rejected a call because some stream is being captured.
 pub(crate) fn is_capture_refusal(code: CUresult) -> bool {
     code == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         || code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT

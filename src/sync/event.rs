@@ -1,4 +1,4 @@
-//! Pooled events: those of one context are recorded on streams of that context only.
+//! Pooled events, by context: an event can be recorded only on streams of its own context.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,20 +6,19 @@ use std::sync::Arc;
 use crate::driver::{Context, DriverError, Event, Stream, process};
 use crate::locks::held::Mutex;
 
-/// Events that are not in use, by the key of their context. Cheap to clone; clones share the events.
+/// Unused events, by the key of their context. Cheap to clone; clones share the events.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EventPools(Arc<Pools>);
 
 #[derive(Debug, Default)]
 struct Pools {
     idle: Mutex<HashMap<u64, Vec<Event>>>,
-    /// The key of the only context whose events are kept, if there is one: an event keeps its context
-    /// alive.
+    /// The key of the only context whose events are kept, if there is one: an event keeps its context alive.
     home: Option<u64>,
 }
 
 impl EventPools {
-    /// Keeps events of one context alone; those of others are destroyed after their use.
+    /// Creates a pool that keeps events of one context only; others are destroyed after use.
     pub(crate) fn of(context: &Context) -> EventPools {
         EventPools(Arc::new(Pools {
             idle: Mutex::default(),
@@ -27,7 +26,7 @@ impl EventPools {
         }))
     }
 
-    /// Keeps no events: each is destroyed after its use, so that none keeps its context.
+    /// Creates a pool that keeps no events: each is destroyed after use, so that none keeps its context alive.
     pub(crate) fn kept_by_nobody() -> EventPools {
         EventPools(Arc::new(Pools {
             idle: Mutex::default(),
@@ -35,13 +34,13 @@ impl EventPools {
         }))
     }
 
-    /// Destroys the events that are not in use.
+    /// Destroys the unused events.
     pub(crate) fn clear(&self) {
         let idle = std::mem::take(&mut *process::lock(&self.0.idle));
         drop(idle);
     }
 
-    /// An event of a context: a pooled one, or a new one.
+    /// Returns an event of a context: a pooled one, or a new one.
     pub(crate) fn take(&self, context: &Context) -> Result<Pooled, DriverError> {
         let pooled = {
             let mut pools = process::lock(&self.0.idle);
@@ -57,7 +56,7 @@ impl EventPools {
         })
     }
 
-    /// An event that stands for everything given to a stream so far.
+    /// Returns an event recorded after all work submitted to a stream so far.
     pub(crate) fn record(&self, stream: &Stream) -> Result<Pooled, DriverError> {
         let pooled = self.take(stream.context())?;
         if let Some(event) = &pooled.event {
@@ -67,17 +66,17 @@ impl EventPools {
     }
 }
 
-/// An event that goes back to its pool when it is dropped. Waits that were submitted on it hold what
-/// it stood for, so it may be recorded anew at once.
+/// An event that returns to its pool when dropped. Waits already submitted keep the recorded work, so the event may be
+/// recorded again immediately.
 #[derive(Debug)]
 pub(crate) struct Pooled {
-    /// There until the drop.
+    /// Present until the drop.
     event: Option<Event>,
     pools: EventPools,
 }
 
 impl Pooled {
-    /// Lets later work of a stream start only after what the event stands for.
+    /// Makes later work of a stream wait for the recorded work.
     pub(crate) fn hold_back(&self, stream: &Stream) -> Result<(), DriverError> {
         match &self.event {
             Some(event) => stream.wait(event),
@@ -85,12 +84,12 @@ impl Pooled {
         }
     }
 
-    /// The context of the event.
+    /// Returns the context of the event.
     pub(crate) fn context(&self) -> Option<&Context> {
         self.event.as_ref().map(Event::context)
     }
 
-    /// Where it goes back to.
+    /// The pool that it returns to.
     pub(crate) fn pools(&self) -> &EventPools {
         &self.pools
     }

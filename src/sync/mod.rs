@@ -1,6 +1,6 @@
 //! Order between streams: pooled events, waits, and what the driver's answers say about captures.
 //!
-//! Rooms decide what follows from an answer; here it is only found out, once for all of them.
+//! The callers decide on the consequences of an answer; this module only classifies it, in one place.
 
 pub(crate) mod capture;
 pub(crate) mod event;

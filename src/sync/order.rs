@@ -7,7 +7,7 @@ use crate::error::Error;
 use super::capture::{is_capturing, spoilt_by_wait};
 use super::event::{EventPools, Pooled};
 
-/// Lets later work of `second` come after the work of `first` so far. After an error nothing is ordered.
+/// Orders later work of `second` after the work of `first` so far. After an error nothing is ordered.
 pub(crate) fn order(
     first: &Stream,
     second: &Stream,
@@ -16,12 +16,12 @@ pub(crate) fn order(
     events.record(first)?.hold_back(second)
 }
 
-/// Waits on the host for the work of `stream` so far, by all means: an event, the stream, the whole context. If none
-/// succeeds, the error is that of the first.
+/// Waits on the host for the work of `stream` so far, trying in turn an event, the stream, and the whole context. If
+/// all fail, returns the first error.
 pub(crate) fn wait(stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
     let by_event = || events.record(stream)?.wait();
     by_event().or_else(|error| {
-        // A wait for what is captured cannot end, and would spoil the capture.
+        // Waiting for captured work cannot end, and would invalidate the capture.
         match is_capturing(stream) {
             Ok(false) => stream
                 .synchronize()
@@ -32,23 +32,23 @@ pub(crate) fn wait(stream: &Stream, events: &EventPools) -> Result<(), DriverErr
     })
 }
 
-/// Waits on the host for what `event` stands for, which was recorded on the stream of `user`, maybe by another
-/// thread; if that fails, by all means. If none succeeds, the error is that of the first.
+/// Waits on the host for `event`, which was recorded on the stream of `user`, possibly by another thread; if that
+/// fails, by the other means. If all fail, returns the first error.
 pub(crate) fn wait_for(event: &Pooled, user: &KeptStream) -> Result<(), DriverError> {
     event.wait().or_else(|error| {
         let waited = user.with(|stream| match stream {
             Some(stream) if stream.kind() != StreamKind::PerThreadDefault => {
                 wait(stream, event.pools())
             }
-            // It was retired, or the handle may mean another stream on this thread.
+            // The stream was retired, or the handle may mean another stream on this thread.
             _ => wait_for_context(user.stream().context()),
         });
         waited.map_err(|_| error)
     })
 }
 
-/// Waits on the host for all work of a context. While something is known to capture there it does not ask the driver,
-/// which would refuse, and spoil the capture: the error is what it would say.
+/// Waits on the host for all work of a context. While a capture there is known, it returns the error without calling
+/// the driver, which would fail and invalidate the capture.
 pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
     if spoilt_by_wait(context)?.is_some() {
         let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -57,8 +57,8 @@ pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
     context.enter()?.synchronize()
 }
 
-/// Waits on the host until a context does no more of what it was given: all work is done, or the context
-/// is lost or gone and runs nothing any more.
+/// Waits on the host until a context no longer runs submitted work: all work is complete, or the context is lost or
+/// destroyed.
 pub(crate) fn wait_until_idle(context: &Context) -> Result<(), DriverError> {
     match wait_for_context(context) {
         Err(error) if ends_work(error) => Ok(()),
@@ -66,25 +66,25 @@ pub(crate) fn wait_until_idle(context: &Context) -> Result<(), DriverError> {
     }
 }
 
-/// Whether an error says that the context does no work any more.
+/// Whether an error means that the context runs no work any more.
 pub(crate) fn ends_work(error: DriverError) -> bool {
     error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
 }
 
-/// How often a wait is tried again whose failure says nothing about the work.
+/// How often a wait is repeated if its failure says nothing about the work.
 const TRIES: u32 = 100;
 
-/// How an operation ended that was waited for.
+/// How an operation that was waited for ended.
 #[must_use]
 pub(crate) enum Ended {
-    /// The device is out of host memory that the operation used: it is complete, or was never submitted, or its context
-    /// is lost and the work with it.
+    /// The device no longer accesses the host memory of the operation: it is complete, or was never submitted, or its
+    /// context is lost and the work with it.
     Over(Result<(), Error>),
-    /// It was submitted, and no wait for it succeeds.
+    /// It was submitted, and every wait for it failed.
     Unseen(DriverError),
 }
 
-/// Waits until the end of an operation is seen, or cannot be, that was given to a stream with this result.
+/// Waits until the end of an operation, submitted to a stream with this result, is observed or cannot be.
 pub(crate) fn see_end(stream: &Stream, result: Result<(), Error>, events: &EventPools) -> Ended {
     let mut tries = 0;
     loop {

@@ -7,39 +7,39 @@ use crate::driver::Context;
 use crate::error::Error;
 use std::collections::HashMap;
 
-/// The end of a search for the smallest limit that a trace runs under.
+/// The result of a search for the smallest limit that a trace runs under.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Capacity {
-    /// The policy in force; never [`Policy::Auto`].
+    /// The policy used; never [`Policy::Auto`].
     pub policy: Policy,
-    /// The limit, in bytes; `None` if the trace runs under no limit up to [`Capacity::FACTOR`] times its requested
-    /// peak, or if a report is not in order.
+    /// The limit in bytes; `None` if the trace runs under no limit up to [`Capacity::FACTOR`] times its requested peak,
+    /// or if a replay reported errors.
     pub limit: Option<u64>,
     /// The last pass under that limit.
     pub pass: Option<Pass>,
-    /// How many limits were tried.
+    /// Number of limits tried.
     pub probes: usize,
-    /// The first replay that went wrong other than for want of memory; it ends the search.
+    /// The first replay that failed for a reason other than lack of memory; it ends the search.
     pub fault: Option<ReplayReport>,
 }
 
 impl Capacity {
-    /// Limits are searched in steps of this many bytes: the granule of mapped memory.
+    /// The step of the search in bytes: the granule of mapped memory.
     pub const STEP: u64 = 2 << 20;
     /// The search ends at this many times the trace's requested peak.
     pub const FACTOR: u64 = 3;
     /// How many passes in a row must complete under a limit.
     pub const REPLAYS: usize = 3;
-    /// A limit counts only if the trace also runs with this much more, in thousandths: an allocator that
-    /// fails with more memory is lucky with less.
+    /// A limit counts only if the trace also runs with each of these margins, in thousandths: an allocator that fails
+    /// with more memory succeeded by luck with less.
     pub const MARGINS: [u64; 4] = [5, 10, 20, 50];
 }
 
 impl Replay<'_> {
-    /// Finds, by bisection, the smallest limit under which [`Capacity::REPLAYS`] passes over the trace in a row
-    /// complete, and also with each of [`Capacity::MARGINS`] more. Every probe has an allocator of its own. The limit
-    /// of the [`config`](Replay::config) and [`repeat`](Replay::repeat) are not used.
+    /// Finds, by bisection, the smallest limit under which [`Capacity::REPLAYS`] consecutive passes over the trace
+    /// complete, and also with each of [`Capacity::MARGINS`] more. Every probe has its own allocator. The limit of the
+    /// [`config`](Replay::config) and [`repeat`](Replay::repeat) are ignored.
     ///
     /// # Errors
     /// As [`run`](Replay::run).
@@ -58,7 +58,7 @@ impl Replay<'_> {
             policy: Policy::Auto,
             fault: None,
         };
-        // In steps: `low` is below every limit that can do, `high` is the last one to try.
+        // In steps: `low` is below every limit that may suffice, `high` is the last one to try.
         let mut low = peak.div_ceil(Capacity::STEP).saturating_sub(1);
         let mut high = peak
             .saturating_mul(Capacity::FACTOR)
@@ -90,14 +90,14 @@ struct Prober<'a> {
     stage: Stage,
     replay: Replay<'a>,
     told: Box<dyn FnMut(u64) + 'a>,
-    /// Limits tried, and the last pass under those that did.
+    /// Limits tried, and the last pass under those that sufficed.
     known: HashMap<u64, Option<Pass>>,
     policy: Policy,
     fault: Option<ReplayReport>,
 }
 
 impl Prober<'_> {
-    /// The limit of so many steps and its last pass, if it counts.
+    /// Tries the limit of this many steps; returns its last pass, if it suffices.
     fn counts(&mut self, steps: u64) -> Result<Option<(u64, Pass)>, Error> {
         let limit = steps.saturating_mul(Capacity::STEP);
         let Some(pass) = self.runs(limit)? else {

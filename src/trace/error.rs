@@ -6,28 +6,28 @@ use std::{fmt, io};
 /// The first line of every trace.
 pub(super) const HEADER: &str = "op,id,bytes,stream";
 
-/// The longest line that a file may have; the longest valid one is far shorter. It keeps a file of another kind from being
+/// The maximum length of a line; the longest valid one is far shorter. It prevents a file of another kind from being
 /// read into memory as one line.
 pub(super) const LINE_LIMIT: u64 = 1024;
 
 /// Stream numbers are below this.
 pub(super) const STREAM_LIMIT: u64 = 1 << 32;
 
-/// A trace or a log could not be read: the line, and what is wrong with it.
+/// A trace or a log could not be read: the line and its fault.
 #[derive(Debug)]
 pub struct TraceError {
     line: u64,
     fault: TraceFault,
 }
 
-/// What is wrong with a line of a trace or a log.
+/// The fault of a line of a trace or a log.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceFault {
-    /// The file could not be read on.
+    /// Reading the file failed.
     #[error("cannot be read")]
     Read {
-        /// What the reader said.
+        /// The reader's error.
         source: io::Error,
     },
     /// The first line is not the header.
@@ -62,12 +62,12 @@ pub enum TraceFault {
         /// The field.
         found: String,
     },
-    /// A field of a log is not what its column has.
+    /// A field of a log is not of the kind that its column requires.
     #[error("`{field}`: expected {expected}, found `{found}`")]
     Field {
         /// The name of the column.
         field: &'static str,
-        /// What the column has.
+        /// What the column requires.
         expected: &'static str,
         /// The field.
         found: String,
@@ -80,10 +80,10 @@ pub enum TraceFault {
         /// The id of the row.
         found: u64,
     },
-    /// A block of no bytes is requested.
+    /// A block of 0 bytes is requested.
     #[error("expected a request of at least 1 byte, found 0 bytes")]
     ZeroBytes,
-    /// A block is freed or completed that has not been allocated.
+    /// A block that was not allocated is freed or completed.
     #[error("block {id} has not been allocated")]
     UnknownId {
         /// The block.
@@ -95,7 +95,7 @@ pub enum TraceFault {
         /// The block.
         id: u64,
     },
-    /// A block completes that its owner has not given up.
+    /// A block completes before it was freed.
     #[error("block {id} completes before it is freed")]
     CompletedBeforeFreed {
         /// The block.
@@ -113,7 +113,7 @@ pub enum TraceFault {
         /// The number.
         found: u64,
     },
-    /// A block is freed or completed on another stream than its own.
+    /// A block is freed or completed on a stream other than its own.
     #[error("block {id} belongs to stream {expected}, not {found}")]
     StreamChanged {
         /// The block.
@@ -123,7 +123,7 @@ pub enum TraceFault {
         /// The stream of the row.
         found: u32,
     },
-    /// The blocks live at the same time have more than 2^64 bytes.
+    /// The total size of the blocks live at the same time exceeds 2^64 bytes.
     #[error("the live blocks have more bytes than 64 bits can count")]
     LiveBytesOverflow,
 }
@@ -140,7 +140,7 @@ impl TraceError {
         self.line
     }
 
-    /// What is wrong with the line.
+    /// The fault.
     pub fn fault(&self) -> &TraceFault {
         &self.fault
     }

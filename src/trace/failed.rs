@@ -3,15 +3,15 @@
 use super::format::{Op, Trace};
 
 impl Trace {
-    /// The requests that failed: the index of the row of each, and its bytes.
+    /// The failed requests: the row index and the size of each.
     pub fn failed_requests(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
         let rows = self.rows().iter().enumerate();
         let failed = rows.filter(|(_, row)| row.op == Op::Oom);
         failed.map(|(index, row)| (index, row.bytes))
     }
 
-    /// The [`requested_peak`](Self::requested_peak), had the requests that failed succeeded: each beside what was live
-    /// when it was made.
+    /// Returns what the [`requested_peak`](Self::requested_peak) would be had the failed requests succeeded, each in
+    /// addition to the blocks live at its time.
     pub fn required_peak(&self) -> u64 {
         let rows = self.rows().iter().zip(self.live_bytes());
         let failed = rows.filter(|(row, _)| row.op == Op::Oom);

@@ -1,4 +1,4 @@
-//! The trace file: reading, validity, and what follows from the rows alone.
+//! The trace file: reading, validation, and properties computed from the rows alone.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -8,24 +8,24 @@ use super::error::{HEADER, STREAM_LIMIT, TraceError, TraceFault};
 use super::lines::Lines;
 use crate::event::names::Names;
 
-/// What a row does to its block.
+/// The operation of a row on its block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Op {
     /// `a`: the block is allocated.
     Allocate,
-    /// `f`: the owner gives the block up.
+    /// `f`: the owner frees the block.
     Free,
     /// `c`: the last use of the freed block on another stream has completed.
     Complete,
-    /// `oom`: a request failed. No block comes of it, so [`Row::id`] is 0 and names none.
+    /// `oom`: a request failed. It has no block, so [`Row::id`] is 0 and meaningless.
     Oom,
 }
 
 /// One row of a trace.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Row {
-    /// What happens.
+    /// The operation.
     pub op: Op,
     /// The number of the stream, not an index: numbers may have gaps.
     pub stream: u32,
@@ -36,7 +36,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The row with 0 for what means nothing to its operation.
+    /// The row with unused fields set to 0.
     pub(crate) fn normalized(mut self) -> Row {
         match self.op {
             Op::Allocate => {}
@@ -47,7 +47,7 @@ impl Row {
     }
 }
 
-/// As the line of a trace, without its end.
+/// Formats the row as a line of a trace, without its end.
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let op = match self.op {
@@ -71,8 +71,8 @@ pub struct Allocation {
     pub stream: u32,
     /// Index in [`Trace::rows`] of its [`Op::Allocate`].
     pub allocated: usize,
-    /// Index in [`Trace::rows`] of its release point, from which its memory may be used again:
-    /// its [`Op::Complete`] if it has one, else its [`Op::Free`]; `None` if it lives to the end.
+    /// Index in [`Trace::rows`] of its release point, from which its memory may be reused: its [`Op::Complete`] if it
+    /// has one, else its [`Op::Free`]; `None` if it lives to the end.
     pub released: Option<usize>,
 }
 
@@ -85,7 +85,7 @@ pub struct Trace {
     streams: Vec<u32>,
     requested_peak: u64,
     contexts: Vec<String>,
-    /// Of each block the index of its context plus one, and 0 for none; empty if no block has one.
+    /// For each block, the index of its context plus one, or 0 for none; empty if no block has a context.
     context_of: Vec<u32>,
 }
 
@@ -96,7 +96,7 @@ impl Trace {
     /// Reads a trace as text; lines end in LF or CRLF, the last one may end with the file. A byte order
     /// mark is skipped.
     ///
-    /// Compressed files are the caller's to decompress: any [`BufRead`] will do.
+    /// Decompressing files is left to the caller: any [`BufRead`] is accepted.
     ///
     /// # Errors
     /// The first violation of the format, with its line.
@@ -119,11 +119,11 @@ impl Trace {
         Trace::finish(name.into(), rows, blocks)
     }
 
-    /// Makes a trace of rows that did not come from a file. What the format does not say of a row
-    /// (the bytes of a free) is ignored.
+    /// Creates a trace from rows that do not come from a file. Fields that the format does not define for a row (the
+    /// bytes of a free) are ignored.
     ///
     /// # Errors
-    /// The first violation of the format, with the line that it would stand in.
+    /// The first violation of the format, with the line that it would be in.
     pub fn from_rows(
         name: impl Into<String>,
         rows: impl IntoIterator<Item = Row>,
@@ -155,8 +155,8 @@ impl Trace {
         })
     }
 
-    /// Says which context each block, by its id, was allocated in: a number that `name` knows; what it does not know is
-    /// none. Numbers with one name are one context.
+    /// Sets the context that each block, by id, was allocated in: a number whose name `name` returns; numbers without a
+    /// name mean none. Numbers with the same name are one context.
     pub(crate) fn with_contexts(
         mut self,
         of: &[u32],
@@ -178,7 +178,7 @@ impl Trace {
     /// Writes the trace as text; reading that gives an equal trace.
     ///
     /// # Errors
-    /// The writer's.
+    /// Those of the writer.
     pub fn write(&self, mut writer: impl Write) -> io::Result<()> {
         writeln!(writer, "{}", Trace::HEADER)?;
         for row in &self.rows {
@@ -229,13 +229,13 @@ impl Trace {
         at_peak.unwrap_or(0)
     }
 
-    /// The names of the contexts that blocks were allocated in: tags of a recording, or stacks of a PyTorch snapshot
-    /// with semicolons between their parts, outermost first. A trace as text has none.
+    /// Returns the names of the contexts that blocks were allocated in: tags of a recording, or stacks of a PyTorch
+    /// snapshot with semicolons between their parts, outermost first. A trace read as text has none.
     pub fn contexts(&self) -> &[String] {
         &self.contexts
     }
 
-    /// Which of the [`contexts`](Self::contexts) the block with this id was allocated in, if that is known.
+    /// Returns which of the [`contexts`](Self::contexts) the block with this id was allocated in, if known.
     pub fn context_of(&self, id: usize) -> Option<usize> {
         let context = self.context_of.get(id)?.checked_sub(1)?;
         Some(context as usize)
@@ -249,7 +249,7 @@ impl Trace {
     }
 }
 
-/// What the reader knows of a block while it reads.
+/// What the reader knows of a block while reading.
 struct Block {
     outline: Allocation,
     completed: bool,
@@ -294,7 +294,7 @@ fn parse_row(text: &[u8]) -> Result<Row, TraceFault> {
     .normalized())
 }
 
-/// Decimal digits only: no sign, no space, no other base; `None` also above 64 bits.
+/// Parses decimal digits only: no sign, no space, no other base; `None` also above 64 bits.
 pub(super) fn parse_number(field: &[u8]) -> Option<u64> {
     if field.is_empty() {
         return None;
@@ -305,7 +305,7 @@ pub(super) fn parse_number(field: &[u8]) -> Option<u64> {
     })
 }
 
-/// Checks `row`, whose index is `index`, against the blocks so far, enters it, and returns it.
+/// Checks `row`, whose index is `index`, against the blocks so far, adds it, and returns it.
 fn note(blocks: &mut Vec<Block>, index: usize, row: Row) -> Result<Row, TraceFault> {
     let id = row.id as u64;
     if matches!(row.op, Op::Allocate | Op::Oom) && row.bytes == 0 {

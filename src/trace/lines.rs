@@ -4,7 +4,7 @@ use std::io::{BufRead, Read};
 
 use super::error::{LINE_LIMIT, TraceError, TraceFault};
 
-/// What some programs begin every file with.
+/// The byte order mark that some programs write at the start of files.
 const BYTE_ORDER_MARK: &[u8] = "\u{FEFF}".as_bytes();
 
 pub(super) struct Lines<R> {
@@ -26,7 +26,8 @@ impl<R: BufRead> Lines<R> {
         }
     }
 
-    /// The next line without its end, LF or CRLF; `None` at the end of the file. The first one is without a byte order mark.
+    /// Returns the next line without its end, LF or CRLF; `None` at the end of the file. A byte order mark before the
+    /// first one is removed.
     pub(super) fn next_line(&mut self) -> Result<Option<&[u8]>, TraceError> {
         self.line += 1;
         let line = self.line;

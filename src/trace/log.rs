@@ -1,5 +1,5 @@
-//! Logs of allocations as RMM's logging adaptor writes them, and
-//! [`LogRecord::to_csv`](crate::resource::LogRecord::to_csv) with further columns.
+//! Allocation logs as written by RMM's logging adaptor and, with further columns, by
+//! [`LogRecord::to_csv`](crate::resource::LogRecord::to_csv).
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -12,16 +12,16 @@ use super::rows::{RowBlock, RowMaker};
 use crate::error::kinds::Count;
 use crate::event::names::Names;
 
-/// The columns that every log has, in the order of RMM's.
+/// The columns of every log, in RMM's order.
 const COLUMNS: [&str; 6] = ["Thread", "Time", "Action", "Pointer", "Size", "Stream"];
-/// Those that logs of this crate have as well.
+/// The additional columns of this crate's logs.
 const DEVICE: &str = "Device";
 const TAG: &str = "Tag";
 
-/// RMM writes one handle for the default streams of all threads.
+/// RMM writes the same handle for the default streams of all threads.
 const PER_THREAD: u64 = 2;
 
-/// Lines that one record may have: tags may contain line ends.
+/// The maximum number of lines per record: tags may contain line ends.
 const RECORD_LINES: usize = 64;
 
 /// A log of allocations and frees: RMM's CSV (`Thread,Time,Action,Pointer,Size,Stream`), or that of
@@ -40,27 +40,27 @@ const RECORD_LINES: usize = 64;
 pub struct AllocationLog {
     devices: BTreeMap<usize, Device>,
     tags: Names,
-    /// The last line breaks off.
+    /// Whether the last line is truncated.
     torn: bool,
 }
 
-/// What happened on a device.
+/// The events of a device.
 #[derive(Debug, Default)]
 struct Device {
     /// Contexts are numbers of tags.
     rows: RowMaker,
-    /// Live blocks with their bytes by address; nothing for those without bytes.
+    /// Live blocks with their sizes by address; nothing for blocks of 0 bytes.
     live: HashMap<u64, Option<(RowBlock, u64)>>,
     /// Numbers of streams, by handle and thread.
     streams: HashMap<(u64, u64), u32>,
-    /// Frees that are still to come at an address where another block was allocated in these lines.
+    /// Frees that must still come at an address where another block was allocated before them.
     late: HashMap<u64, Vec<u64>>,
     unknown: Findings,
     resized: Findings,
     lost: Findings,
 }
 
-/// Lines that do not fit to those before.
+/// Number of lines that contradict earlier ones.
 #[derive(Debug, Default)]
 struct Findings {
     count: u64,
@@ -76,7 +76,7 @@ impl Findings {
     }
 }
 
-/// Where the columns of a log are.
+/// The positions of the columns of a log.
 struct Columns {
     count: usize,
     required: [usize; COLUMNS.len()],
@@ -103,15 +103,15 @@ impl Columns {
 }
 
 impl AllocationLog {
-    /// Whether a file with this first line is such a log.
+    /// Whether a file with this first line is an allocation log.
     pub fn is_header(line: &[u8]) -> bool {
         Columns::of(line).is_ok()
     }
 
-    /// Reads a log. A last line that breaks off is left out, and [told](Self::gaps).
+    /// Reads a log. A truncated last line is ignored, and [reported](Self::gaps).
     ///
     /// # Errors
-    /// The first line that is none of a log.
+    /// The first invalid line.
     pub fn read(reader: impl BufRead) -> Result<AllocationLog, TraceError> {
         let mut lines = Lines::new(reader);
         let columns = Columns::of(lines.next_line()?.unwrap_or_default());
@@ -136,15 +136,15 @@ impl AllocationLog {
         Ok(log)
     }
 
-    /// The ordinals of the devices that it has anything of.
+    /// Returns the ordinals of the devices in the log.
     pub fn devices(&self) -> Vec<usize> {
         self.devices.keys().copied().collect()
     }
 
-    /// The log of a device as a trace. Blocks have their tags as contexts.
+    /// Returns the log of a device as a trace. Tags of blocks become contexts.
     ///
     /// # Errors
-    /// [`TraceFault::LiveBytesOverflow`]: the bytes of a foreign file may add up to anything.
+    /// [`TraceFault::LiveBytesOverflow`]: in an untrusted file the bytes may add up to any number.
     pub fn to_trace(&self, name: &str, device: usize) -> Result<Trace, TraceError> {
         let Some(device) = self.devices.get(&device) else {
             return Trace::from_rows(name, []);
@@ -153,7 +153,7 @@ impl AllocationLog {
         device.rows.trace(name, tag)
     }
 
-    /// What the log does not say of a device, in sentences: figures that are taken from it may be wrong.
+    /// Returns, in sentences, what the log lacks about a device: figures computed from it may be wrong.
     pub fn gaps(&self, device: usize) -> Vec<String> {
         let mut gaps = Vec::new();
         if self.torn {
@@ -184,7 +184,7 @@ impl AllocationLog {
 
     fn add(&mut self, line: u64, event: Event<'_>) {
         let device = self.devices.entry(event.device).or_default();
-        // Each came with a line, and of 2^32 no memory has room.
+        // Each block comes from a line, and 2^32 of them do not fit into memory.
         let known = device.streams.len() as u32;
         let stream = *device.streams.entry(event.stream).or_insert(known);
         let Event { address, bytes, .. } = event;
@@ -197,7 +197,7 @@ impl AllocationLog {
                 let before = device.live.remove(&address);
                 if let Some(before) = before {
                     device.rows.free(before.map(|(block, _)| block));
-                    // A free of ours is written when it is over, so another thread may have been faster.
+                    // This crate writes a free after it is done, so another thread may have reused the address before.
                     match event.ours {
                         true => device.late.entry(address).or_default().push(line),
                         false => device.lost.add(line),
@@ -227,14 +227,14 @@ impl AllocationLog {
     }
 }
 
-/// What a line of a log says.
+/// The content of a line of a log.
 #[derive(Clone, Copy)]
 enum Action {
     Allocate,
     /// A request that failed.
     Fail,
     Free,
-    /// Nothing that concerns blocks.
+    /// An event that does not concern blocks.
     None,
 }
 
@@ -242,7 +242,7 @@ struct Event<'a> {
     action: Action,
     address: u64,
     bytes: u64,
-    /// The handle, and the thread where it means a stream of the thread.
+    /// The handle, and the thread if it means a stream of the thread.
     stream: (u64, u64),
     device: usize,
     tag: &'a str,
@@ -250,7 +250,7 @@ struct Event<'a> {
 }
 
 impl Columns {
-    /// Reads a record, whose fields must be what their columns have.
+    /// Parses a record, whose fields must match their columns.
     fn event<'a>(&self, fields: &'a [Cow<'a, str>]) -> Result<Event<'a>, TraceFault> {
         let mut texts = [""; COLUMNS.len()];
         for ((text, column), field) in texts.iter_mut().zip(self.required).zip(COLUMNS) {
@@ -268,7 +268,7 @@ impl Columns {
         };
         let number = |text: &str| parse_number(text.as_bytes());
         let thread = number(thread).ok_or_else(|| wrong("Thread", "a number", thread))?;
-        // Of the day or since 1970, with or without parts of a second; the order is that of the lines.
+        // A time of day or since 1970, with or without fractions of a second; only the order of the lines is used.
         let is_time = |byte: u8| byte.is_ascii_digit() || matches!(byte, b':' | b'.');
         if time.is_empty() || !time.bytes().all(is_time) {
             return Err(wrong("Time", "a time", time));
@@ -311,7 +311,7 @@ impl Columns {
     }
 }
 
-/// The next record with the number of its first line. Quoted fields may contain line ends.
+/// Returns the next record with the number of its first line. Quoted fields may contain line ends.
 fn next_record(lines: &mut Lines<impl BufRead>) -> Result<Option<(u64, Vec<u8>)>, TraceError> {
     let Some(first) = lines.next_line()? else {
         return Ok(None);
@@ -332,7 +332,7 @@ fn next_record(lines: &mut Lines<impl BufRead>) -> Result<Option<(u64, Vec<u8>)>
     Ok(Some((line, record)))
 }
 
-/// The fields of a record, without their quotation marks.
+/// Returns the fields of a record, without their quotation marks.
 fn fields(record: &str) -> Vec<Cow<'_, str>> {
     let mut quoted = false;
     let parts = record.split(move |character| {
@@ -350,14 +350,14 @@ fn fields(record: &str) -> Vec<Cow<'_, str>> {
         .collect()
 }
 
-/// An address as `printf` and others write it; a null pointer has several forms.
+/// Parses an address as written by `printf` and others; a null pointer has several forms.
 fn hexadecimal(text: &str) -> Option<u64> {
     match text {
         "" | "(nil)" | "nullptr" => Some(0),
         _ => {
             let digits = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
             let digits = digits.unwrap_or(text);
-            // No sign.
+            // Signs are rejected.
             let all = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
             u64::from_str_radix(digits, 16).ok().filter(|_| all)
         }

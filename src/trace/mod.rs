@@ -1,8 +1,8 @@
 //! Recorded allocation sequences: reading and replaying them, and the smallest limit that they run
 //! under.
 //!
-//! [`Trace`] reads a recording and checks it; [`Replay::run`] runs it on an [`Allocator`] on a device of a real or
-//! of a simulated driver; [`Replay::capacity`] repeats that under smaller and smaller limits.
+//! [`Trace`] reads and validates a recording; [`Replay::run`] replays it on an [`Allocator`] on a device of a real or
+//! simulated driver; [`Replay::capacity`] repeats that under decreasing limits.
 //!
 //! [`Allocator`]: crate::allocator::Allocator
 

@@ -1,8 +1,8 @@
 //! Replaying a trace on an allocator.
 //!
-//! Blocks are freed at their release point, so a block that was also used on other streams is held
-//! until those uses were over in the recorded program. Blocks that live to the end are freed after
-//! the last row. Between the replays nothing waits for the device.
+//! Blocks are freed at their release point, so a block that was also used on other streams is held until those uses
+//! were over in the recorded program. Blocks that live to the end are freed after the last row. Between passes nothing
+//! waits for the device.
 
 use super::format::{Op, Trace};
 use super::stage::Stage;
@@ -12,13 +12,13 @@ use crate::driver::{CallCounts, Context, Stream};
 use crate::error::Error;
 use std::time::{Duration, Instant};
 
-/// How many rows pass between two reports of progress; the clock stands still during a report.
+/// Number of rows between two progress reports; the time of a report is not measured.
 const PROGRESS_ROWS: usize = 4096;
 
-/// How a trace is replayed: on a new allocator, over a real or a simulated device.
+/// A replay of a trace: on a new allocator, over a real or a simulated device.
 ///
-/// Blocks of the trace are freed at their release points, and those that live to the end after the last row. Work
-/// of a simulated device in `Mode::Lag` completes so many rows after its own.
+/// Blocks of the trace are freed at their release points, and those that live to the end after the last row. Work of a
+/// simulated device in `Mode::Lag` completes that many rows after its own.
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
@@ -44,10 +44,10 @@ pub struct Replay<'a> {
     watch: Option<Box<Watch<'a>>>,
 }
 
-/// What is told of each row.
+/// The callback for each row.
 type Watch<'a> = dyn FnMut(&Watched<'_>) + 'a;
 
-/// What a row of a replay came to, as [`Replay::watch`] tells it.
+/// The outcome of a row of a replay, passed to the callback of [`Replay::watch`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Watched<'a> {
@@ -57,12 +57,12 @@ pub struct Watched<'a> {
     pub allocator: &'a Allocator,
     /// The block that the row allocated; `None` if it did something else, or failed.
     pub block: Option<&'a Block>,
-    /// Why the row failed. Nothing comes after it, and all blocks are still live.
+    /// Why the row failed. It is the last row reported, and all blocks are still live.
     pub error: Option<&'a Error>,
 }
 
 impl<'a> Replay<'a> {
-    /// One pass over the trace with the device's best policy, no limit, no verification.
+    /// Creates a replay of one pass with the device's best policy, no limit, and no verification.
     pub fn new(trace: &'a Trace) -> Self {
         Replay {
             trace,
@@ -79,82 +79,82 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// How often, one pass after another on one allocator; nothing waits for the device between them.
+    /// Sets the number of passes, one after another on one allocator; nothing waits for the device between them.
     pub fn repeat(mut self, times: usize) -> Self {
         self.repeat = times;
         self
     }
 
-    /// Whether the report has every pass, as it has if nothing is said, or the first and the last one alone: then its
-    /// size does not grow with their number.
+    /// Sets whether the report contains every pass (the default), or only the first and the last, so that its size does
+    /// not grow with their number.
     pub fn keep_all(mut self, on: bool) -> Self {
         self.keep_all = on;
         self
     }
 
-    /// In how many parts of equal length the rows of each pass are reported on their own, from 1 on.
+    /// Sets the number of parts of equal length, from 1, into which the rows of each pass are divided for the report.
     pub fn parts(mut self, times: usize) -> Self {
         self.parts = times;
         self
     }
 
-    /// The allocator's settings.
+    /// Sets the allocator's settings.
     pub fn config(mut self, config: Config) -> Self {
         self.config = config;
         self
     }
 
-    /// Whether kernels fill each block when it is allocated and check it before it is freed.
+    /// Sets whether kernels fill each block when it is allocated and check it before it is freed.
     pub fn verify(mut self, on: bool) -> Self {
         self.verify = on;
         self
     }
 
-    /// Decides which checks are delayed, when verifying over several streams.
+    /// Sets the seed that decides which checks are delayed, when verifying over several streams.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// The allocator's structures are walked each time so many rows are done, and after the last pass in any case;
-    /// the clock stands still meanwhile.
+    /// Sets after how many rows the allocator's data structures are checked, which is always done after the last pass;
+    /// the time of a check is not measured.
     pub fn check_every(mut self, rows: Option<usize>) -> Self {
         self.check_every = rows;
         self
     }
 
-    /// Whether requests that failed in the recorded program are made, too: each is allocated and freed at its row, so
-    /// that a replay which completes had memory for all of them. Else their rows do nothing.
+    /// Sets whether requests that failed in the recorded program are made, too: each is allocated and freed at its row,
+    /// so that a completed replay had memory for all of them. Otherwise their rows do nothing.
     pub fn serve_failed(mut self, on: bool) -> Self {
         self.serve_failed = on;
         self
     }
 
-    /// Is told now and then how many rows are done, over all passes; the clock stands still meanwhile. A search for
-    /// the [`capacity`](Self::capacity) tells before each probe the limit in bytes instead.
+    /// Sets the progress callback, which gets the number of rows done over all passes; its time is not measured. A
+    /// search for the [`capacity`](Self::capacity) passes the limit in bytes before each probe instead.
     pub fn on_progress(mut self, told: impl FnMut(u64) + 'a) -> Self {
         self.progress = Box::new(told);
         self
     }
 
-    /// Is told of each row when it is done, and of the one that failed; the clock stands still meanwhile. What is
-    /// freed after the last row is not told.
+    /// Sets the callback for each completed row, and for the one that failed; its time is not measured. Frees after the
+    /// last row are not reported.
     pub fn watch(mut self, told: impl FnMut(&Watched<'_>) + 'a) -> Self {
         self.watch = Some(Box::new(told));
         self
     }
 
-    /// Replays the trace. A pass that fails, and anything else found wrong, is in the report, not in the error.
+    /// Replays the trace. A failed pass, and any other fault, is in the report and not returned as an error.
     ///
     /// # Errors
-    /// Streams, kernels or the allocator cannot be made, or the device fails outside the rows.
+    /// Streams, kernels or the allocator cannot be created, or the device fails outside the rows.
     pub fn run(mut self, on: &Context) -> Result<ReplayReport, Error> {
         self.run_on(&Stage::of(on)?)
     }
 
     pub(super) fn run_on(&mut self, stage: &Stage) -> Result<ReplayReport, Error> {
-        // A program that allocates device memory has its context current; so has this one, and through
-        // the replayer's own driver, so that the allocator is charged for no switch of its own making.
+        // A program that allocates device memory has its context current, and so has this one. It is made current
+        // through the replayer's own driver, so that the allocator is not charged for a switch.
         let entered = stage.own().enter()?;
         let held_before = stage.memory_in_use();
         let trace = self.trace;
@@ -177,7 +177,7 @@ impl<'a> Replay<'a> {
             slots: std::iter::repeat_with(|| None)
                 .take(trace.allocations().len())
                 .collect(),
-            // One more for requests that failed on streams which own no block.
+            // One more for failed requests on streams that own no block.
             streams: (0..trace.streams().len() + usize::from(self.serve_failed))
                 .map(|_| Stream::new(stage.context()))
                 .collect::<Result<_, _>>()?,
@@ -192,7 +192,7 @@ impl<'a> Replay<'a> {
                 let mut report = run.all(&mut kernels, Kernels::begin_replay);
                 match kernels.finish() {
                     Ok(mismatches) => report.mismatches = mismatches,
-                    // What failed first says more than what a lost device says afterwards.
+                    // The first failure says more than the later errors of a lost device.
                     Err(_) if report.failed.is_some() => {}
                     Err(error) => return Err(error.into()),
                 }
@@ -213,60 +213,59 @@ impl<'a> Replay<'a> {
 
 debug_fields!(Replay<'_>, self => trace: self.trace.name(), config: self.config);
 
-/// What a pass over the rows cost, or a part of one.
+/// The cost of a pass over the rows, or of a part of one.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Pass {
-    /// Rows of it.
+    /// Number of its rows.
     pub rows: usize,
-    /// The most bytes of memory that the allocator held, from the begin of the pass on.
+    /// The peak of reserved bytes, from the beginning of the pass.
     pub reserved_peak: u64,
-    /// The driver calls that the allocator made. Their nanoseconds are measured on a GPU; on the simulator they are
-    /// what its costs charge.
+    /// The driver calls of the allocator. Their time is measured on a GPU, and modelled on the simulator.
     pub calls: CallCounts,
-    /// Nanoseconds of wall time per row, the work given to the device included.
+    /// Wall-clock nanoseconds per row, including the submission of work to the device.
     pub nanos_per_row: f64,
-    /// The same by parts of the rows; none of a part. What is freed after the last row is in none of them.
+    /// The same by parts of the rows; empty for a part. Frees after the last row are in none of them.
     pub parts: Vec<Pass>,
 }
 
-/// What became of a trace.
+/// The result of a replay.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ReplayReport {
-    /// The policy in force; never [`Policy::Auto`].
+    /// The policy used; never [`Policy::Auto`].
     pub policy: Policy,
-    /// The limit in force.
+    /// The limit used.
     pub limit: Option<u64>,
-    /// The most bytes of memory that the allocator held during the first pass, or until that failed.
+    /// The peak of reserved bytes during the first pass, or until that failed.
     pub reserved_peak: u64,
     most: u64,
-    /// The passes that completed; the first and the last of them without [`Replay::keep_all`].
+    /// The completed passes; only the first and the last one without [`Replay::keep_all`].
     pub passes: Vec<Pass>,
-    /// Where the next pass failed: which one, and at which row, both counted from 1; the header is not a row.
-    /// Blocks that live to the end are freed at the last one.
+    /// The pass and the row where the replay failed, both counted from 1; the header is not a row. A failure to free
+    /// blocks that live to the end counts at the last row.
     pub failed: Option<(usize, usize)>,
-    /// What failed there.
+    /// The error of that row.
     pub error: Option<Error>,
-    /// How the free memory lay in the first pass at the row with the most live bytes; `None` if it was not reached.
+    /// The layout of free memory in the first pass at the row with the most live bytes; `None` if it was not reached.
     pub at_peak: Option<Fragmentation>,
-    /// The allocator's figures after the last pass, or when that failed.
+    /// The allocator's statistics after the last pass, or at the failure.
     pub stats: Stats,
-    /// 32-bit words that were not what their block had been filled with; `None` without [`Replay::verify`].
+    /// Number of 32-bit words that differed from what their block was filled with; `None` without [`Replay::verify`].
     pub mismatches: Option<u64>,
-    /// What the allocator's own walk over its structures found wrong.
+    /// The inconsistency found by the allocator's own check.
     pub check: Option<Error>,
     /// Why the allocator could not be closed.
     pub close: Option<Error>,
     /// Bytes of memory that are still held after the allocator was closed.
     pub leaked_bytes: u64,
-    /// What the simulator found wrong: races, use of memory that is not mapped, and the like.
+    /// Faults found by the simulator: races, use of unmapped memory, and the like.
     pub reports: Vec<String>,
 }
 
 impl ReplayReport {
-    /// Whether all went well: every pass ran to its last row, no wrong word, structures in order, closed, nothing
-    /// leaked, and nothing reported.
+    /// Whether everything succeeded: every pass completed, no wrong word, consistent data structures, the allocator
+    /// closed, nothing leaked, and no faults reported.
     pub fn is_clean(&self) -> bool {
         self.failed.is_none()
             && self.mismatches.unwrap_or(0) == 0
@@ -276,13 +275,13 @@ impl ReplayReport {
             && self.reports.is_empty()
     }
 
-    /// The largest peak of held memory over all passes, in bytes.
+    /// Returns the largest peak of reserved bytes over all passes.
     pub fn reserved_peak_max(&self) -> u64 {
         self.most
     }
 }
 
-/// What the replayer does at a row, with everything looked up beforehand.
+/// The prepared operation of a row.
 #[derive(Clone, Copy)]
 struct Step {
     action: Action,
@@ -296,7 +295,7 @@ struct Step {
 enum Action {
     Allocate,
     Release,
-    /// A request that failed in the recorded program is made, and its block freed.
+    /// Makes a request that failed in the recorded program, and frees its block.
     Attempt,
     /// The row is not its block's release point, or has no block.
     Pass,
@@ -304,7 +303,7 @@ enum Action {
 
 struct Run<'a, 'b> {
     steps: Vec<Step>,
-    /// The row with the most live bytes, and how memory lay there in the first replay.
+    /// The row with the most live bytes, and the memory layout there in the first replay.
     peak_row: usize,
     at_peak: Option<Fragmentation>,
     slots: Vec<Option<Block>>,
@@ -368,7 +367,7 @@ impl Run<'_, '_> {
         report
     }
 
-    /// What was done since `before`.
+    /// Returns the difference since `before`.
     fn pass(&self, rows: usize, wall: Duration, before: &CallCounts, work: &impl Work) -> Pass {
         Pass {
             rows,
@@ -382,14 +381,14 @@ impl Run<'_, '_> {
         }
     }
 
-    /// The allocator's calls so far; the time in the driver is that without what the replayer's own work was charged.
+    /// Returns the allocator's calls so far; their driver time excludes the replayer's own work.
     fn calls(&self, work: &impl Work) -> CallCounts {
         let calls = self.stage.context().driver().calls();
         let nanos = self.stage.driver_nanos(&calls);
         calls.with_nanos(nanos.saturating_sub(work.modelled_nanos()))
     }
 
-    /// One replay: how long it took, or the index of the row that failed.
+    /// Runs one pass: returns its time, or the index of the failed row.
     fn once(
         &mut self,
         work: &mut impl Work,
@@ -430,7 +429,7 @@ impl Run<'_, '_> {
             total += wall;
         }
         let start = Instant::now();
-        // The other rows of a block have the same slot, and requests that failed have none.
+        // The other rows of a block have the same slot, and failed requests have none.
         let allocations = self
             .steps
             .iter()
@@ -482,7 +481,7 @@ impl Run<'_, '_> {
     }
 }
 
-/// The first multiple of `every` behind a row.
+/// Returns the first multiple of `every` after a row.
 fn stop(row: usize, every: usize) -> usize {
     let every = every.max(1);
     (row / every + 1).saturating_mul(every)
@@ -499,7 +498,7 @@ impl Step {
     }
 }
 
-/// Replays consecutive rows; on failure says which of them.
+/// Replays consecutive rows; on failure returns which of them failed.
 fn rows(
     steps: &[Step],
     slots: &mut [Option<Block>],
@@ -554,7 +553,7 @@ fn steps(trace: &Trace, serve_failed: bool) -> Vec<Step> {
                 _ if block.is_some_and(|block| block.released == Some(index)) => Action::Release,
                 _ => Action::Pass,
             },
-            // Stream numbers have 32 bits, so their indices have no more.
+            // Stream numbers have 32 bits, so their indices fit as well.
             stream: stream as u32,
             id: row.id,
             bytes: match row.op {

@@ -1,4 +1,4 @@
-//! Rows that are made of other formats.
+//! Builds rows from other formats.
 
 use super::error::TraceError;
 use super::format::{Op, Row, Trace};
@@ -10,7 +10,7 @@ pub(crate) struct RowBlock {
     pub stream: u32,
 }
 
-/// The rows of a trace in the making, and the context of each block; 0 for none.
+/// The rows of an unfinished trace, and the context of each block; 0 for none.
 #[derive(Debug, Default)]
 pub(crate) struct RowMaker {
     rows: Vec<Row>,
@@ -33,7 +33,7 @@ impl RowMaker {
         }
     }
 
-    /// The work that used a freed block is complete. That says nothing directly behind the free.
+    /// Records that the work on a freed block is complete. Directly after the free it is omitted.
     pub(crate) fn complete(&mut self, block: RowBlock) {
         let last = self.rows.last();
         if last.is_none_or(|row| row.id != block.id || row.op != Op::Free) {
@@ -41,7 +41,7 @@ impl RowMaker {
         }
     }
 
-    /// A request failed.
+    /// Records a failed request.
     pub(crate) fn fail(&mut self, stream: u32, bytes: u64) {
         self.push(Op::Oom, RowBlock { id: 0, stream }, bytes);
     }
@@ -55,7 +55,7 @@ impl RowMaker {
         });
     }
 
-    /// The trace, whose contexts have these names.
+    /// Returns the trace, whose contexts have these names.
     pub(crate) fn trace(
         &self,
         name: &str,

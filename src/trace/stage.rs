@@ -1,11 +1,11 @@
-//! What traces are replayed on: a device of a real or of a simulated driver.
+//! The device that traces are replayed on: of a real or of a simulated driver.
 
 use crate::driver::{CallCounts, Context, Driver};
 use crate::error::Error;
 #[cfg(feature = "sim")]
 use crate::sim::Simulator;
 
-/// A context, and the same through a driver of the replayer's own, whose calls are not the allocator's.
+/// A context, and the same through a separate driver of the replayer, whose calls are not counted as the allocator's.
 pub(super) struct Stage {
     allocator: Context,
     own: Context,
@@ -14,7 +14,7 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// The calls of an allocator on a GPU are timed from here on.
+    /// From here on the calls of an allocator on a GPU are timed.
     pub(super) fn of(context: &Context) -> Result<Stage, Error> {
         let driver = context.driver();
         #[cfg(feature = "sim")]
@@ -41,17 +41,17 @@ impl Stage {
         })
     }
 
-    /// The context that allocators are made for; its driver counts their calls.
+    /// Returns the context for allocators; its driver counts their calls.
     pub(super) fn context(&self) -> &Context {
         &self.allocator
     }
 
-    /// The context through which the replayer does its own work.
+    /// Returns the context for the replayer's own work.
     pub(super) fn own(&self) -> &Context {
         &self.own
     }
 
-    /// Whether the device completes work only as rows go by.
+    /// Whether the device completes work only as rows pass.
     pub(super) fn lags(&self) -> bool {
         #[cfg(feature = "sim")]
         return self.simulator.as_ref().is_some_and(Simulator::lags);
@@ -59,7 +59,7 @@ impl Stage {
         false
     }
 
-    /// One more row has been replayed.
+    /// Counts one more replayed row.
     pub(super) fn advance_row(&self) {
         #[cfg(feature = "sim")]
         if let Some(simulator) = &self.simulator {
@@ -67,13 +67,13 @@ impl Stage {
         }
     }
 
-    /// Nanoseconds spent in the driver so far, and by whom: on a GPU those of the allocator's calls
-    /// alone, on the simulator, by its table of costs, those of all calls.
+    /// Returns the nanoseconds spent in the driver so far: on a GPU only those of the allocator's calls, on the
+    /// simulator those of all calls, by its cost model.
     pub(super) fn driver_nanos(&self, calls: &CallCounts) -> u64 {
         self.modelled_nanos().unwrap_or_else(|| calls.nanos())
     }
 
-    /// The simulator's own account of time, over all its drivers.
+    /// Returns the simulator's own account of time, over all its drivers.
     pub(super) fn modelled_nanos(&self) -> Option<u64> {
         #[cfg(feature = "sim")]
         return self.simulator.as_ref().map(Simulator::nanos);
@@ -81,7 +81,7 @@ impl Stage {
         None
     }
 
-    /// Physical memory that a simulated device holds now; `None` on a GPU, which others use as well.
+    /// Returns the physical memory that a simulated device currently holds; `None` on a GPU, which others use as well.
     pub(super) fn memory_in_use(&self) -> Option<u64> {
         #[cfg(feature = "sim")]
         if let Some(simulator) = &self.simulator {
@@ -90,7 +90,7 @@ impl Stage {
         None
     }
 
-    /// What a simulator has found wrong since this was last asked; nothing on a GPU.
+    /// Returns the faults that a simulator has found since the last call; nothing on a GPU.
     pub(super) fn take_reports(&self) -> Vec<String> {
         #[cfg(feature = "sim")]
         if let Some(simulator) = &self.simulator {

@@ -1,25 +1,25 @@
-//! The work that a replay gives the device between the allocator's calls: none, a use of each block
-//! before it is freed, or a fill and a check of each block's words.
+//! The work that a replay submits to the device between the allocator's calls: none, a use of each block before it is
+//! freed, or a fill and a check of each block's words.
 
 use super::format::Trace;
 use super::stage::Stage;
 use crate::driver::{DriverError, Entered, Function, Stream, WORD_KERNELS, sys};
 use std::ffi::c_void;
 
-/// Threads of one block of threads; every GPU takes as many.
+/// Threads per thread block, which every GPU supports.
 const THREADS: u32 = 256;
 
-/// Blocks of threads that occupy the largest GPUs, few enough to start quickly.
+/// Number of thread blocks that occupy the largest GPUs, small enough to start quickly.
 const GRID_LIMIT: u64 = 1024;
 
 /// One in this many checks is delayed when there are several streams.
 const DELAY_ONE_IN: u64 = 16;
 
-/// The longest delay. A row is submitted in a few microseconds, so that a delayed check trails dozens
-/// of rows, any of which could wrongly be given its block.
+/// The longest delay. A row is submitted in a few microseconds, so a delayed check is dozens of rows behind, any of
+/// which could wrongly get its block.
 const DELAY_NANOSECONDS: u64 = 200_000;
 
-/// A block in use, as the work sees it.
+/// A block in use, as the work accesses it.
 #[derive(Clone, Copy)]
 pub(super) struct Use<'a> {
     pub(super) stream: &'a Stream,
@@ -28,16 +28,16 @@ pub(super) struct Use<'a> {
     pub(super) id: usize,
 }
 
-/// What is done around the allocator's calls. A replay without work is compiled for itself, so that
-/// its time is the allocator's.
+/// The work around the allocator's calls. A replay without work is compiled separately, so that its time is that of the
+/// allocator.
 pub(super) trait Work {
-    /// The block has just been allocated.
+    /// Called when the block was just allocated.
     fn allocated(&mut self, block: Use<'_>) -> Result<(), DriverError>;
-    /// The block is about to be freed.
+    /// Called when the block is about to be freed.
     fn releasing(&mut self, block: Use<'_>) -> Result<(), DriverError>;
-    /// A row is over.
+    /// Called when a row is over.
     fn row_over(&mut self);
-    /// Time the simulator has charged for this work, in nanoseconds.
+    /// Returns the time that the simulator has charged for this work, in nanoseconds.
     fn modelled_nanos(&self) -> u64;
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Kernels<'a> {
     fill: Function,
     check: Function,
     spin: Function,
-    /// The word that counts mismatches; `None`: blocks are used, not verified.
+    /// The counter of mismatches; `None`: blocks are used, not verified.
     mismatches: Option<sys::CUdeviceptr>,
     delays: bool,
     random: u64,
@@ -76,7 +76,7 @@ pub(super) struct Kernels<'a> {
 }
 
 impl<'a> Kernels<'a> {
-    /// Loads the kernels, and with `verify` allocates and clears the word that counts.
+    /// Loads the kernels, and with `verify` allocates and clears the counter.
     pub(super) fn new(
         stage: &'a Stage,
         entered: &'a Entered<'a>,
@@ -108,12 +108,12 @@ impl<'a> Kernels<'a> {
         Ok(kernels)
     }
 
-    /// The blocks from here on get other words than those of the replays before.
+    /// Gives blocks from here on other words than in earlier replays.
     pub(super) fn begin_replay(&mut self) {
         self.replay = self.replay.wrapping_add(1);
     }
 
-    /// Waits for the device and reads how many words were wrong; frees the word.
+    /// Waits for the device and reads the number of wrong words; frees the counter.
     pub(super) fn finish(mut self) -> Result<Option<u64>, DriverError> {
         self.entered.synchronize()?;
         let Some(word) = self.mismatches else {
@@ -126,7 +126,7 @@ impl<'a> Kernels<'a> {
         Ok(Some(count.into_iter().map(u64::from).sum()))
     }
 
-    /// Frees the word that counts, once all work of the context is over.
+    /// Frees the counter once all work of the context is complete.
     fn free_word(&mut self) -> Result<(), DriverError> {
         let Some(word) = self.mismatches else {
             return Ok(());
@@ -138,7 +138,7 @@ impl<'a> Kernels<'a> {
         Ok(())
     }
 
-    /// The first word of a block: mixed, so that two blocks that overlap in any way disagree.
+    /// Returns the first word of a block: mixed, so that two blocks that overlap in any way have different words.
     fn words_of(&self, block: Use<'_>) -> (u64, u32) {
         let mixed = mix(block.id as u64 ^ (u64::from(self.replay) << 40));
         (block.bytes / size_of::<u32>() as u64, mixed as u32)
@@ -185,7 +185,7 @@ impl<'a> Kernels<'a> {
 
 impl Drop for Kernels<'_> {
     fn drop(&mut self) {
-        // A refusal may be over at once; nobody can try later.
+        // A failure may be transient, and there is no later chance to retry.
         if let Err(error) = self.free_word().or_else(|_| self.free_word()) {
             log::warn!("leaking the counter of mismatches: {error}");
         }

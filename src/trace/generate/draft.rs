@@ -1,9 +1,9 @@
-//! What a program is, and what its rows are made with.
+//! The definition of a generated program, and the tools to create its rows.
 
 use super::super::format::{Op, Row};
 use std::collections::VecDeque;
 
-/// What a made-up program does.
+/// The kind of a generated program.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Kind {
@@ -13,32 +13,32 @@ pub enum Kind {
     /// Training with parameters sharded over devices, on three streams: parameters of a layer are
     /// gathered on one, used on another and dropped again, gradients are reduced on the third.
     Sharded,
-    /// Blocks of 512 bytes to 512 MiB, evenly over the logarithm, on random streams, freed in random
-    /// order. What is live wanders between a bound (8 GiB, as a rule) and a 32nd of it.
+    /// Blocks of 512 bytes to 512 MiB, evenly over the logarithm, on random streams, freed in random order. Live memory
+    /// varies between a maximum (8 GiB by default) and a 32nd of it.
     Random,
-    /// As [`Kind::Random`], but what is live stays just below the bound.
+    /// Like [`Kind::Random`], but live memory stays just below the maximum.
     Churn,
 }
 
-/// A program to make up.
+/// A program to generate.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub struct Program {
-    /// What it does.
+    /// The kind of program.
     pub kind: Kind,
-    /// Programs of different seeds differ in everything that is random.
+    /// The seed of all random numbers.
     pub seed: u64,
-    /// How many rows it has; `None`: as many as usual for the kind (12,000 of
-    /// [`Kind::Large`], four training steps of [`Kind::Sharded`], 1,000,000 of the random ones).
+    /// The number of rows; `None`: the default of the kind (12,000 for [`Kind::Large`], four training steps for
+    /// [`Kind::Sharded`], 1,000,000 for the random ones).
     pub rows: Option<usize>,
-    /// On how many streams a random program works, from 1 on; `None`: 1, 2, 4 or 8, as the seed says.
+    /// The number of streams of a random program, from 1; `None`: 1, 2, 4 or 8, depending on the seed.
     pub streams: Option<u16>,
-    /// How many bytes a random program has live at most; `None`: 8 GiB.
+    /// The maximum of live bytes of a random program; `None`: 8 GiB.
     pub live: Option<u64>,
 }
 
 impl Program {
-    /// The usual program of a kind.
+    /// Creates the default program of a kind.
     pub fn new(kind: Kind, seed: u64) -> Program {
         Program {
             kind,
@@ -57,7 +57,7 @@ pub(super) struct Random(u64);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Random {
-        // Small seeds are common, and should not begin alike.
+        // Small seeds are common, and their sequences should not begin alike.
         let mut random = Random(seed ^ 0x5851_F42D_4C95_7F2D);
         random.next();
         random
@@ -84,8 +84,8 @@ impl Random {
     pub(super) fn log_uniform(&mut self, low: u64, octaves: u32) -> u64 {
         let octave = self.below(u64::from(octaves));
         let mut bits = self.next();
-        // 2 to the power of a binary fraction, by square roots: their results are the same on every
-        // machine, which is not promised of powers.
+        // Computes 2 to the power of a binary fraction by square roots: their results are the same on every machine,
+        // which is not guaranteed for powers.
         let (mut factor, mut root) = (1.0f64, 2.0f64);
         for _ in 0..32 {
             root = root.sqrt();
@@ -106,13 +106,13 @@ pub(super) struct Made {
     pub(super) stream: u32,
 }
 
-/// What makes the rows of a program, a few at a time.
+/// Creates the rows of a program, a few at a time.
 pub(super) trait Maker {
-    /// Makes some rows, perhaps none; false if the program is over.
+    /// Creates some rows, perhaps none; returns false at the end of the program.
     fn make(&mut self, draft: &mut Draft) -> bool;
 }
 
-/// Where a block is released that a row frees.
+/// The release point of a block that a row frees.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Release {
     /// The row frees nothing.
@@ -121,24 +121,24 @@ pub(super) enum Release {
     Here,
     /// At the row with this index, at which its last use completes.
     At(usize),
-    /// At a row that is not made yet.
+    /// At a row that does not exist yet.
     Later,
 }
 
-/// A row that nobody has seen yet.
+/// A row that was not returned yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ready {
     pub(super) row: Row,
-    /// Of its block.
+    /// The release point of its block.
     pub(super) bytes: u64,
     pub(super) release: Release,
 }
 
-/// A program in the making: the rows that were made and not handed on yet.
+/// A program being generated: the rows created and not yet returned.
 #[derive(Debug, Default)]
 pub(super) struct Draft {
     ready: VecDeque<Ready>,
-    /// Rows and blocks made so far.
+    /// Number of rows and blocks created so far.
     pub(super) rows: usize,
     pub(super) blocks: usize,
 }
@@ -165,20 +165,20 @@ impl Draft {
         self.push(Op::Free, block, Release::Here);
     }
 
-    /// Frees a block that another stream still uses; the index of the row.
+    /// Frees a block that another stream still uses; returns the index of the row.
     pub(super) fn free_late(&mut self, block: Made) -> usize {
         self.push(Op::Free, block, Release::Later);
         self.rows - 1
     }
 
-    /// Frees a block whose last use completes so many rows later.
+    /// Frees a block whose last use completes `lag` rows later.
     pub(super) fn free_until(&mut self, block: Made, rows: usize) {
         self.push(Op::Free, block, Release::At(self.rows + rows));
     }
 
-    /// The last use of a block is over, which was freed late at the row with this index if there is one.
+    /// Ends the last use of a block, freed late at the row with this index if there is one.
     pub(super) fn complete(&mut self, block: Made, late: Option<usize>) {
-        // Rows that wait for this are still there.
+        // Rows that wait for this are still queued.
         let first = self.rows - self.ready.len();
         let waits = late.and_then(|row| row.checked_sub(first));
         if let Some(ready) = waits.and_then(|at| self.ready.get_mut(at)) {
@@ -187,7 +187,7 @@ impl Draft {
         self.push(Op::Complete, block, Release::Here);
     }
 
-    /// The next row; `None` if more must be made first.
+    /// Returns the next row; `None` if more rows must be created first.
     pub(super) fn next(&mut self) -> Option<Ready> {
         match self.ready.front()?.release {
             Release::Later => None,
@@ -195,7 +195,7 @@ impl Draft {
         }
     }
 
-    /// The next row of a program that is over: what has not completed never does.
+    /// Returns the next row after the end of the program: uses not completed by then never complete.
     pub(super) fn rest(&mut self) -> Option<Ready> {
         let mut ready = self.ready.pop_front()?;
         if matches!(ready.release, Release::Later) {

@@ -6,20 +6,20 @@ pub(super) const ROWS: usize = 1_000_000;
 const SMALLEST: u64 = 512;
 /// Powers of two between the smallest and the largest.
 const OCTAVES: u32 = 20;
-/// The usual bound on what is live.
+/// The default maximum of live bytes.
 const LIVE: u64 = 8 << 30;
-/// What is live stays above this part of its bound.
+/// Live memory stays above this fraction of its maximum.
 const LOW_PART: u64 = 32;
-/// Of so many rows at which a block would fit, so many are allocations where memory is always full.
+/// The share of allocations, as a fraction, among the rows at which a block would fit, if memory is always full.
 const FULL: (u64, u64) = (3, 5);
 
 pub(super) struct Wandering {
     random: Random,
     streams: u64,
-    /// Bounds on what is live.
+    /// The range of live bytes.
     low: u64,
     high: u64,
-    /// Of so many rows at which a block would fit, so many are allocations.
+    /// The share of allocations, as a fraction, among the rows at which a block would fit.
     share: (u64, u64),
     live: Vec<Made>,
     live_bytes: u64,

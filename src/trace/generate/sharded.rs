@@ -7,14 +7,14 @@ const GATHER: u32 = 1;
 const REDUCE: u32 = 2;
 
 const LAYERS: usize = 24;
-/// Training steps of the usual program.
+/// Number of training steps of the default program.
 const STEPS: usize = 4;
 /// Devices that share the parameters.
 const SHARDS: u64 = 8;
 /// Bytes of a parameter, of its gradient, and of its optimizer's state.
 const PARAMETER: u64 = 2;
 const STATE: u64 = 12;
-/// Rows until another stream has done what it does with a block that its owner gave up.
+/// Number of rows until another stream has finished with a block freed by its owner.
 const LATE: usize = 7;
 
 pub(super) struct Sharded {
@@ -27,15 +27,15 @@ pub(super) struct Sharded {
 }
 
 struct Model {
-    /// Parameters of each layer; the first is the table of words.
+    /// Parameters of each layer; the first is the embedding table.
     layers: Vec<u64>,
     width: u64,
     hidden: u64,
 }
 
-/// A block given up by its owner that another stream still uses.
+/// A block freed by its owner that another stream still uses.
 struct Late {
-    /// Row from which on the use is over.
+    /// Row from which the use is over.
     due: usize,
     block: Made,
     /// The row that freed it.
@@ -59,7 +59,7 @@ impl Writer<'_> {
         self.draft.free(block);
     }
 
-    /// Frees a block that another stream was just given work with.
+    /// Frees a block that work of another stream was just submitted for.
     fn free_late(&mut self, block: Made) {
         self.complete();
         let freed = self.draft.free_late(block);
@@ -98,7 +98,7 @@ impl Sharded {
                 hidden,
             },
             late: Vec::new(),
-            // A program of so many rows is cut off where it has them.
+            // A program with a given number of rows is cut off there.
             steps: program.rows.map_or(STEPS, |_| usize::MAX),
             started: false,
         }
@@ -175,7 +175,7 @@ fn step(writer: &mut Writer<'_>, model: &Model, random: &mut Random) {
     }
 }
 
-/// One layer forward; what it keeps for the way back.
+/// Runs one layer forward; returns the blocks kept for the backward pass.
 fn forward(writer: &mut Writer<'_>, model: &Model, tokens: u64) -> Vec<Made> {
     let narrow = tokens * model.width * 2;
     let wide = tokens * model.hidden * 2;

@@ -7,9 +7,9 @@ pub(super) struct Varied<'a> {
     trace: &'a Trace,
     random: Random,
     percent: u64,
-    /// Copies still to make, the one in the making counted.
+    /// Number of copies left, including the current one.
     copies: usize,
-    /// Row of the trace that comes next.
+    /// Index of the next row of the trace.
     row: usize,
     /// The blocks of this copy so far.
     blocks: Vec<Made>,
@@ -27,7 +27,7 @@ impl Varied<'_> {
         }
     }
 
-    /// A size changed at random.
+    /// Changes a size at random.
     fn changed(&mut self, bytes: u64) -> u64 {
         let share = self.random.between(100 - self.percent, 100 + self.percent);
         let changed = u128::from(bytes) * u128::from(share) / 100;
@@ -50,7 +50,7 @@ impl Maker for Varied<'_> {
             self.row = 0;
             return true;
         };
-        // A number is drawn at every row, so that sizes do not depend on what the others are.
+        // A number is drawn at every row, so that sizes do not depend on each other.
         let bytes = self.changed(row.bytes);
         match (row.op, self.blocks.get(row.id).copied()) {
             (Op::Free, Some(made)) => match self.trace.allocations()[row.id].released {
