@@ -64,7 +64,7 @@ enum Phase {
 pub struct Launch<R: MemoryResource> {
     resource: R,
     stream: Stream,
-    /// Whether buffers whose uses are not tracked are refused.
+    /// Whether buffers whose uses are not tracked are rejected.
     strict: bool,
     phase: Phase,
     /// The blocks, each with its first place in the order of recording.
@@ -75,13 +75,13 @@ pub struct Launch<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> Launch<R> {
-    /// A launch on a stream, with blocks of a resource (or a handle to it). Buffers whose uses are not tracked are
-    /// refused, with the reason, before anything is queued.
+    /// Creates a launch on a stream, with blocks of a resource (or a handle to it). Buffers whose uses are not tracked
+    /// are rejected, with the reason, before anything is queued.
     pub fn strict(resource: R, on: &Stream) -> Self {
         Launch::new(resource, on, true)
     }
 
-    /// As [`strict`](Self::strict), but buffers whose uses are not tracked are ignored.
+    /// Like [`strict`](Self::strict), but ignores buffers whose uses are not tracked.
     pub fn permissive(resource: R, on: &Stream) -> Self {
         Launch::new(resource, on, false)
     }
@@ -139,7 +139,7 @@ impl<R: MemoryResource> Launch<R> {
         Ok(self)
     }
 
-    /// The blocks recorded so far, each once, with its access.
+    /// Returns the blocks recorded so far, without duplicates, with their accesses.
     pub fn blocks(&self) -> impl Iterator<Item = (BlockId, Access)> + '_ {
         self.blocks
             .iter()

@@ -19,7 +19,7 @@ use crate::block::Tag;
 use crate::clock::Clock;
 use crate::error::{Error, Refused};
 
-/// Bytes of a message that are kept.
+/// The number of bytes kept of a message.
 const MESSAGE: usize = 256;
 
 /// A method of a resource.
@@ -38,7 +38,7 @@ pub enum LogAction {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LogRecord {
-    /// The number of the record: it increases over all adaptors and threads of the process.
+    /// The number of the record, which increases over all adaptors and threads of the process.
     pub order: u64,
     /// The call that was made.
     pub action: LogAction,
@@ -48,7 +48,7 @@ pub struct LogRecord {
     pub stream: u64,
     /// The block's first byte; 0 where there is none.
     pub ptr: u64,
-    /// Bytes asked for, given back, or left.
+    /// Bytes requested, freed, or reaped.
     pub bytes: u64,
     /// The block's label.
     pub tag: Tag,
@@ -65,10 +65,10 @@ pub struct LogRecord {
 }
 
 impl LogRecord {
-    /// The columns of [`to_csv`](Self::to_csv): those of RMM's logs, and further ones behind them.
+    /// The columns of [`to_csv`](Self::to_csv): those of RMM's logs, followed by further ones.
     pub const CSV_HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream,Device,Tag,Error";
 
-    /// The record as a line of comma-separated values, without its end.
+    /// Formats the record as a line of comma-separated values, without its end.
     pub fn to_csv(&self) -> String {
         let action = match (self.action, self.error) {
             (LogAction::Allocate, None) => "allocate",
@@ -91,7 +91,7 @@ impl LogRecord {
     }
 }
 
-/// A field of comma-separated values, in quotation marks where it needs them.
+/// Quotes a field of comma-separated values where necessary.
 fn quoted(field: &str) -> Cow<'_, str> {
     match field.contains([',', '"', '\n', '\r']) {
         true => format!("\"{}\"", field.replace('"', "\"\"")).into(),
@@ -99,7 +99,7 @@ fn quoted(field: &str) -> Cow<'_, str> {
     }
 }
 
-/// The text of an error, cut at a character's border.
+/// Returns the text of an error, truncated at a character boundary.
 fn message(mut text: String) -> String {
     let mut end = text.len().min(MESSAGE);
     while !text.is_char_boundary(end) {
@@ -109,8 +109,8 @@ fn message(mut text: String) -> String {
     text
 }
 
-/// Where records go. Called by many threads, without a lock of the adaptor. A closure is a sink, and so is `()`, which
-/// takes no record: none is made, and no memory allocated.
+/// The destination of records. Called by many threads, without a lock of the adaptor. A closure is a sink; `()` is one
+/// that takes no records, so that none is created and no memory is allocated.
 pub trait LogSink: Send + Sync {
     /// Whether the sink takes records: if not, none is made.
     #[doc(hidden)]
@@ -242,7 +242,7 @@ pub struct Logging<R, S> {
 }
 
 impl<R: MemoryResource, S: LogSink> Logging<R, S> {
-    /// Over another resource.
+    /// Creates a logging adaptor over another resource.
     pub fn new(inner: R, sink: S) -> Self {
         Logging {
             inner,
@@ -259,12 +259,12 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         self
     }
 
-    /// Records that the sink did not take.
+    /// Returns the number of records that the sink did not take.
     pub fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// The resource below.
+    /// Returns the resource below.
     pub fn get_ref(&self) -> &R {
         &self.inner
     }

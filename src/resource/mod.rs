@@ -13,7 +13,7 @@
 //!
 //! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
 //! [`Relief`], [`Logging`], [`Sanitizer`]. A [`Launch`] declares what a launch reads and writes.
-//! What other systems have as one type is a composition:
+//! Some types of other systems are compositions here:
 //!
 //! | type | composition |
 //! |---|---|

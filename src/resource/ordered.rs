@@ -133,7 +133,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
         &self.inner
     }
 
-    /// Bytes that are pending on a stream, by the driver's id of it.
+    /// Returns the bytes that are pending on a stream, by the driver's id of it.
     pub fn pending_on(&self, stream: u64) -> u64 {
         let metadata = self.metadata();
         metadata.pending.get(&stream).map_or(0, bytes)
@@ -298,7 +298,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         if let Some(old) = metadata.blocks.get(&ptr) {
             let old = (ptr, old.id.bytes() as u64);
             drop(metadata);
-            // Giving it back below would free the memory of the block that is there.
+            // Freeing it below would free the memory of the existing block.
             log::error!("memory at {ptr:#x} was handed out twice; the second block leaks");
             return Err(Error::Overlap {
                 new: (ptr, request.bytes() as u64),

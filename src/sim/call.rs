@@ -167,7 +167,7 @@ impl Call {
         NAMES.iter().position(|known| *known == name)
     }
 
-    /// Queries that counts leave out, because callers make them on every operation.
+    /// Queries excluded from counts, because callers make them in every operation.
     pub(super) fn is_uncounted(self) -> bool {
         matches!(
             self,

@@ -1,6 +1,6 @@
 //! Vector clocks: what is known to have happened before.
 
-/// Per queue, the newest operation that is known to come before.
+/// For each queue, the newest operation that is known to come before.
 #[derive(Clone, Default, Debug, PartialEq, Eq)]
 pub(super) struct Clock(Vec<u64>);
 
@@ -31,7 +31,7 @@ impl Clock {
         self.0[index] = self.0[index].max(seq);
     }
 
-    /// Adds everything that `other` knows; says whether that was news.
+    /// Adds everything that `other` knows; returns whether anything was new.
     pub(super) fn merge(&mut self, other: &Clock) -> bool {
         let mut news = false;
         for (index, &seq) in other.0.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! How a simulator is set up.
+//! The configuration of a simulator.
 
 use super::call::Call;
 use crate::error::ConfigError;
@@ -8,7 +8,7 @@ use crate::error::ConfigError;
 pub struct SimDevice {
     /// Physical memory, in bytes.
     pub memory: u64,
-    /// What the device is called.
+    /// The name of the device.
     pub name: String,
     /// Virtual memory management (attribute 102).
     pub vmm: bool,
@@ -43,13 +43,13 @@ impl Default for SimDevice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Mode {
-    /// At once, unless it waits for something incomplete.
+    /// Immediately, unless it waits for incomplete work.
     #[default]
     Instant,
-    /// Work submitted at row k completes at row k + this; markers as soon as all work before them
-    /// in their stream has. [`Simulator::advance_row`](super::Simulator::advance_row) begins a row.
+    /// Work submitted at row k completes this many rows later; markers complete as soon as all earlier work in their
+    /// stream has. [`Simulator::advance_row`](super::Simulator::advance_row) begins a row.
     Lag(u64),
-    /// When the test says so: [`Simulator::complete`](super::Simulator::complete) and its siblings.
+    /// When the test requests it: [`Simulator::complete`](super::Simulator::complete) and its siblings.
     Manual,
 }
 
@@ -59,36 +59,34 @@ pub struct SimConfig {
     /// The devices, in the order of their ordinals; at most 64. May be empty: a machine whose
     /// driver finds no device.
     pub devices: Vec<SimDevice>,
-    /// What `cuDriverGetVersion` says.
+    /// The version that `cuDriverGetVersion` returns.
     pub driver_version: i32,
     /// When work completes.
     pub mode: Mode,
-    /// Report reads of bytes that nothing has written.
+    /// Whether to report reads of bytes that were never written.
     pub strict_undefined: bool,
-    /// `cuMemFree` and `cuMemFreeHost` promise no order: they wait for nothing, what was submitted before
-    /// is not seen complete by them, and memory that such work uses is reported. Off: they wait for all
-    /// work and have then seen it, as measured on one GPU.
+    /// Whether `cuMemFree` and `cuMemFreeHost` give no ordering guarantee: they wait for nothing, do not let the host
+    /// observe completion of earlier work, and memory that such work uses is reported. If off, they wait for all work
+    /// and observe its completion, as measured on one GPU.
     pub strict_free: bool,
-    /// Work that touches memory which is not there, or which it may not touch, breaks its context for good:
-    /// every later call on it returns `CUDA_ERROR_ILLEGAL_ADDRESS`, whatever that call is about, and its
-    /// other work does nothing. Off: the work is reported, no more.
+    /// Whether an access to missing or inaccessible memory breaks its context for good: every later call on it returns
+    /// `CUDA_ERROR_ILLEGAL_ADDRESS`, and its other work does nothing. If off, the access is only reported.
     pub sticky_errors: bool,
-    /// The function of a user object runs on another thread, some time after its last holder is gone, as that of
-    /// a real driver does. Off: before the call returns that took the last holder away.
+    /// Whether the function of a user object runs on another thread, some time after its last reference is dropped, as
+    /// with a real driver. If off, it runs before the call that dropped the reference returns.
     pub late_destructors: bool,
-    /// Handles that are mapped a second time show other memory there: a device that does not keep
-    /// memory the same through two addresses.
+    /// Whether second mappings of a handle show other memory: the behaviour of a device that does not support aliasing.
     pub broken_aliasing: bool,
-    /// Detect races. Off, long runs are faster.
+    /// Whether to detect races. Without this, long runs are faster.
     pub races: bool,
     /// Address space that all reservations share, in bytes; at most 32 TiB.
     pub address_space: u64,
     /// The longest reservation that the driver grants, in bytes.
     pub longest_reservation: u64,
-    /// In what order nodes of a launched graph run that the graph does not order, where the mode does not say so:
-    /// equal seeds, equal orders.
+    /// The seed for the order of nodes of a launched graph that neither the graph nor the mode orders: equal seeds give
+    /// equal orders.
     pub seed: u64,
-    /// Functions that this driver does not export: their table entries are empty.
+    /// Functions that this driver does not export: their table entries are null.
     pub missing: Vec<String>,
 }
 

@@ -80,14 +80,14 @@ impl State {
         (CONTEXT_BASE + ctx as u64 * HANDLE_STEP) as CUcontext
     }
 
-    /// Begins a life of a context.
+    /// Begins a new life of a context.
     fn begin_ctx(&mut self, ctx: usize) {
         self.ctxs[ctx].alive = true;
         self.ctxs[ctx].id = self.next_ctx_id;
         self.next_ctx_id += 1;
     }
 
-    /// A further context on a device, as `cuCtxCreate` makes them.
+    /// Creates another context on a device, as `cuCtxCreate` does.
     pub(super) fn create_ctx(&mut self, device: usize) -> CUcontext {
         let ctx = Ctx::new(device);
         let index = match self.free_ctxs.pop() {
@@ -104,8 +104,8 @@ impl State {
         State::ctx_handle(index)
     }
 
-    /// Ends a context: its memory, streams and events are gone. Work that was under way is cut off, here
-    /// as if it had come to its end, and nobody has seen that.
+    /// Destroys a context with its memory, streams and events. Work in progress is cut off; it is modelled as completed
+    /// without the host observing it.
     pub(super) fn destroy_ctx(&mut self, ctx: usize) -> R {
         for queue in 0..self.queues.len() {
             if self.queues[queue].ctx != ctx {
@@ -157,7 +157,7 @@ impl State {
             }
             stays
         });
-        // Those of the devices are primary contexts, whose places are theirs.
+        // Each device's primary context has a fixed place.
         if ctx >= self.config.devices.len() {
             self.free_ctxs.push(ctx);
         }

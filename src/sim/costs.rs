@@ -1,4 +1,4 @@
-//! Counts of calls, what they would have cost, and failures on order.
+//! Counts driver calls, models their cost, and injects failures on request.
 
 use super::call::{Call, NAMES};
 use crate::driver::CallCounts;
@@ -41,15 +41,15 @@ fn index_of(name: &str) -> Result<usize, ConfigError> {
     })
 }
 
-/// How often each function was called, and what that would have cost.
+/// Numbers of calls of each function, and their modelled cost.
 #[derive(Clone, Debug)]
 pub(super) struct Counters {
     calls: Vec<u64>,
     /// Modelled nanoseconds of all calls, waits included.
     pub(super) nanos: u64,
-    /// Calls that wait for the device.
+    /// Number of calls that wait for the device.
     pub(super) waits: u64,
-    /// Those of them that found something to wait for.
+    /// Number of those that had something to wait for.
     pub(super) blocked_waits: u64,
 }
 
@@ -84,7 +84,7 @@ impl Counters {
     }
 }
 
-/// An order to fail calls.
+/// A request to fail calls.
 #[derive(Clone, Debug)]
 pub struct FailPlan {
     pub(super) call: Option<usize>,
@@ -93,12 +93,12 @@ pub struct FailPlan {
     pub(super) fault: Fault,
 }
 
-/// What a call returns in place of its own result.
+/// What a failing call returns in place of its own result.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
     pub(super) code: CUresult,
     pub(super) sticky: bool,
-    /// The call is executed all the same.
+    /// Whether the call is executed nevertheless.
     pub(super) executed: bool,
 }
 
@@ -141,16 +141,16 @@ impl FailPlan {
         self
     }
 
-    /// Makes the failure one that lasts, as that of a kernel does: with the call that fails, the calling
-    /// thread's context is lost (without one, all are), and every later call on it returns the code.
+    /// Makes the failure permanent, like that of a kernel: the failing call loses the calling thread's context (without
+    /// one, all contexts), and every later call on it returns the code.
     pub fn sticky(mut self) -> FailPlan {
         self.fault.sticky = true;
         self
     }
 
-    /// Executes the call and then returns the code in place of its result, as a driver does that reports the error
-    /// of earlier work: what the call makes exists, what it destroys is gone, what it submits is queued. The
-    /// host has observed nothing by it: a wait that returns an error proves no completion.
+    /// Executes the call and then returns the code in place of its result, as a driver does that reports an error of
+    /// earlier work: objects are created or destroyed, and work is queued. The host observes nothing by it: a wait that
+    /// returns an error proves no completion.
     pub fn executed(mut self) -> FailPlan {
         self.fault.executed = true;
         self

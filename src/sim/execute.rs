@@ -1,4 +1,4 @@
-//! What operations do at the moment they complete: bytes, access rights, races.
+//! Effects of operations at the moment they complete: bytes, access rights, races.
 
 use super::contents::{Content, mismatches};
 use super::objects::Callback;
@@ -147,7 +147,7 @@ impl State {
                     alone: false,
                     late: false,
                 });
-                // The host is told that everything before it is complete.
+                // The host observes that everything before it is complete.
                 self.see(queue, op.seq - 1, &op.clock);
             }
         }

@@ -1,4 +1,4 @@
-//! What a test does around calls of the driver, without the simulator's lock.
+//! Test hooks before and after driver calls, without the simulator's lock.
 
 use crate::driver::sys::CUresult;
 use crate::locks::thread_id::ThreadId;

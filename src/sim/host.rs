@@ -168,7 +168,7 @@ impl State {
         }
         self.begin_wait()?;
         if !self.config.strict_free {
-            // The real call waits for work that uses the memory; which that is, only it knows.
+            // The real call waits for the work that uses the memory; only the driver knows which that is.
             for ctx in 0..self.ctxs.len() {
                 self.host_wait_ctx(ctx)?;
             }

@@ -1,4 +1,4 @@
-//! The GPU, or else a simulated one.
+//! The GPU, or a simulated one if there is none.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,7 +6,7 @@ use super::{SimConfig, Simulator};
 use crate::driver::sys::CUresult;
 use crate::driver::{Driver, LoadError};
 
-/// The simulator that stands for the process's driver, once it was needed. It lives as long as the process.
+/// The simulator in place of the process's driver, created on first use. It lives as long as the process.
 static STAND_IN: Mutex<Option<Simulator>> = Mutex::new(None);
 
 impl Driver {

@@ -68,7 +68,7 @@ impl State {
         })
     }
 
-    /// Gives physical memory back if nothing refers to it any more.
+    /// Frees physical memory once nothing refers to it.
     pub(super) fn drop_unreferenced(&mut self, index: u32) {
         let Some(alloc) = &self.allocs[index as usize] else {
             return;
@@ -119,7 +119,7 @@ impl State {
         }
     }
 
-    /// Takes a mapping away; the caller has looked after its users.
+    /// Removes a mapping; the caller has checked its users.
     pub(super) fn unmap(&mut self, address: u64) {
         if let Some(mapping) = self.mappings.remove(&address) {
             if let Some(alloc) = &mut self.allocs[mapping.alloc as usize] {

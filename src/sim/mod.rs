@@ -88,7 +88,7 @@ struct Inner {
     missing: Vec<String>,
 }
 
-/// What a driver keeps of its simulator: the place, which then is nobody else's, and the way back.
+/// What a driver keeps of its simulator: the place, which is then not reused, and a reference.
 struct Ground {
     _place: Arc<Place>,
     simulator: Weak<Inner>,
@@ -110,7 +110,7 @@ pub struct PendingOp {
     pub ranges: Vec<(u64, u64)>,
     /// The row at which it was submitted.
     pub row: u64,
-    /// Whether it may complete next: it is the first of its stream, and what it waits for is done.
+    /// Whether it may complete next: it is the first of its stream, and everything it waits for is complete.
     pub ready: bool,
 }
 
@@ -138,10 +138,10 @@ pub fn locks_held() -> u32 {
 }
 
 impl Simulator {
-    /// Makes a simulator.
+    /// Creates a simulator.
     ///
     /// # Errors
-    /// What is wrong with the configuration.
+    /// The fault of the configuration.
     pub fn new(config: SimConfig) -> Result<Simulator, ConfigError> {
         config.check()?;
         let missing = config.missing.clone();
@@ -149,7 +149,7 @@ impl Simulator {
         Ok(Simulator(Arc::new(Inner { place, missing })))
     }
 
-    /// The table of its functions.
+    /// Returns the table of its functions.
     pub fn functions(&self) -> sys::CuFunctions {
         let mut table = table::functions(self.0.place.slot);
         for name in &self.0.missing {
@@ -158,7 +158,7 @@ impl Simulator {
         table
     }
 
-    /// A driver over its functions, with call counts of its own. May be asked for again and again.
+    /// Creates a driver over its functions, with its own call counts. May be called repeatedly.
     ///
     /// # Errors
     /// As [`Driver::from_functions`]: a required function is missing, `cuInit` fails.
@@ -172,15 +172,15 @@ impl Simulator {
         unsafe { Driver::on_ground(self.functions(), Arc::new(ground)) }
     }
 
-    /// The primary context of a device, by a driver of its own ([`Simulator::driver`]).
+    /// Returns the primary context of a device, by a separate driver ([`Simulator::driver`]).
     ///
     /// # Errors
-    /// As [`Simulator::driver`]; [`LoadError::Init`] where the device cannot be had.
+    /// As for [`Simulator::driver`]; [`LoadError::Init`] if the device does not exist.
     pub fn context(&self, ordinal: usize) -> Result<Context, LoadError> {
         self.driver()?.context(ordinal).map_err(LoadError::Init)
     }
 
-    /// The simulator that a driver is of, as long as it lives.
+    /// Returns the simulator of a driver, while it lives.
     pub(crate) fn of(driver: &Driver) -> Option<Simulator> {
         let ground = driver.ground()?.downcast_ref::<Ground>()?;
         ground.simulator.upgrade().map(Simulator)
@@ -205,7 +205,7 @@ impl Simulator {
         Some(result)
     }
 
-    /// Changes when work completes. What is due under the new mode completes at once.
+    /// Changes when work completes. Work that is due under the new mode completes immediately.
     pub fn set_mode(&self, mode: Mode) {
         self.with(|state| {
             state.mode = mode;
@@ -252,7 +252,7 @@ impl Simulator {
         .unwrap_or_default()
     }
 
-    /// How far a stream is; `None` for an id that no stream has.
+    /// Returns the progress of a stream; `None` for an unknown id.
     pub fn progress(&self, stream: u64) -> Option<Progress> {
         self.with(|state| {
             let queue = state.queues.iter().find(|queue| queue.id == stream)?;
@@ -273,8 +273,8 @@ impl Simulator {
         .unwrap_or_default()
     }
 
-    /// Completes the operation at `index` of [`Simulator::pending`]; says whether that was legal,
-    /// that is, whether the operation was ready. An illegal choice changes nothing.
+    /// Completes the operation at `index` of [`Simulator::pending`] if it is ready; returns whether it was. Otherwise
+    /// nothing changes.
     pub fn complete(&self, index: usize) -> bool {
         match self.pending().get(index) {
             Some(op) if op.ready => self.complete_stream(op.stream, 1) == 1,
@@ -324,40 +324,40 @@ impl Simulator {
         });
     }
 
-    /// Fails calls as planned. Plans add up; each counts calls from now on for itself.
+    /// Makes calls fail as planned. Plans are cumulative; each counts calls from now on independently.
     pub fn fail(&self, plan: FailPlan) {
         self.with(|state| state.plan(plan));
     }
 
-    /// Forgets all plans; returns how many had not run their course.
+    /// Removes all plans; returns how many were not finished.
     pub fn clear_failures(&self) -> usize {
         self.with(State::clear_plans).unwrap_or(0)
     }
 
-    /// Refuses host waits from now on: each returns `CUDA_ERROR_UNKNOWN` and is reported, whether
-    /// or not there was anything to wait for.
+    /// Rejects host waits from now on: each returns `CUDA_ERROR_UNKNOWN` and is reported, even without anything to wait
+    /// for.
     pub fn deny_host_waits(&self, on: bool) {
         self.with(|state| state.deny_waits = on);
     }
 
-    /// Sets what reports say of operations that the calling thread submits from now on; an empty
-    /// text says nothing.
+    /// Sets a text that reports add to operations submitted by the calling thread from now on; an empty text adds
+    /// nothing.
     pub fn set_site(&self, label: &str) {
         self.with(|state| state.set_label(label));
     }
 
-    /// What was found wrong so far; at most the first 1000 findings since they were last taken.
+    /// Returns the findings so far; at most the first 1000 since they were last taken.
     pub fn reports(&self) -> Vec<Report> {
         self.with(|state| state.reports().to_vec())
             .unwrap_or_default()
     }
 
-    /// As [`Simulator::reports`], and begins anew.
+    /// Like [`Simulator::reports`], and clears them.
     pub fn take_reports(&self) -> Vec<Report> {
         self.with(State::take_reports).unwrap_or_default()
     }
 
-    /// How many findings there were since they were last taken, also beyond those kept.
+    /// Returns the number of findings since they were last taken, including those not kept.
     pub fn report_count(&self) -> u64 {
         self.with(|state| state.report_count).unwrap_or(0)
     }
@@ -374,24 +374,24 @@ impl Simulator {
         self.with(|state| state.counters.nanos).unwrap_or(0)
     }
 
-    /// Calls that wait for the device (synchronise calls, `cuMemFree`), and those of them that found something
-    /// to wait for.
+    /// Returns the number of calls that wait for the device (synchronise calls, `cuMemFree`), and of those that had
+    /// something to wait for.
     pub fn waits(&self) -> (u64, u64) {
         self.with(|state| (state.counters.waits, state.counters.blocked_waits))
             .unwrap_or_default()
     }
 
-    /// Begins (or ends and forgets) a log of all calls.
+    /// Starts a log of all calls, or stops and clears it.
     pub fn record_log(&self, on: bool) {
         self.with(|state| state.set_logging(on));
     }
 
-    /// The calls logged so far, oldest first, and begins anew.
+    /// Returns the calls logged so far, oldest first, and clears the log.
     pub fn take_log(&self) -> Vec<LogEntry> {
         self.with(State::take_log).unwrap_or_default()
     }
 
-    /// Bytes of physical memory that the program holds on a device; 0 for an unknown one.
+    /// Returns the bytes of physical memory that the program holds on a device; 0 for an unknown one.
     pub fn memory_in_use(&self, device: usize) -> u64 {
         self.with(|state| state.devices.get(device).map_or(0, |device| device.used))
             .unwrap_or(0)
@@ -407,7 +407,7 @@ impl Simulator {
         });
     }
 
-    /// What still lives. Default streams and default pools do not count.
+    /// Returns what still exists. Default streams and default pools are not included.
     pub fn leaks(&self) -> Leaks {
         self.with(|state| {
             let origin = |origin: &physical::Origin| {
@@ -445,8 +445,7 @@ impl Simulator {
         .unwrap_or_default()
     }
 
-    /// The bytes at a device address as of now; `None` where nothing is mapped. Undefined bytes
-    /// read as 0xdb.
+    /// Returns the current bytes at a device address; `None` where nothing is mapped. Undefined bytes read as 0xdb.
     pub fn read_memory(&self, address: u64, bytes: usize) -> Option<Vec<u8>> {
         self.with(|state| {
             let mut data = Vec::new();
@@ -479,7 +478,7 @@ impl Simulator {
         created.flatten().map(|handle| handle as sys::CUcontext)
     }
 
-    /// Destroys such a context, with its streams, events and plain memory; says whether it lived.
+    /// Destroys such a context, with its streams, events and plain memory; returns whether it existed.
     pub fn destroy_context(&self, context: sys::CUcontext) -> bool {
         let value = context as usize;
         self.with(|state| match state.ctx(value as sys::CUcontext) {
@@ -489,9 +488,9 @@ impl Simulator {
         .unwrap_or(false)
     }
 
-    /// Resets the primary context of a device, as foreign code may: its streams, events, modules and plain
-    /// memory are gone, and whoever retained it has a dead handle until it is retained again. Says whether
-    /// it lived.
+    /// Resets the primary context of a device, as foreign code may: its streams, events, modules and plain memory are
+    /// destroyed, and handles retained before are invalid until the context is retained again. Returns whether it
+    /// existed.
     pub fn reset_primary(&self, device: usize) -> bool {
         self.with(|state| {
             device < state.devices.len()
@@ -518,10 +517,10 @@ impl Simulator {
         self.with(|state| state.ended = true);
     }
 
-    /// Has `hook` run before each call of the driver, instead of what ran there before: the place of what
-    /// another thread does just then. It runs in the calling thread without the simulator's lock, so it may
-    /// call the driver and this type, as itself or [as another thread](Simulator::as_thread); its own calls
-    /// run no hooks. Beside other threads' calls it runs more than once at a time.
+    /// Sets a hook to run before each driver call, replacing the former one: it stands for what another thread does at
+    /// that moment. It runs in the calling thread without the simulator's lock, so it may call the driver and this
+    /// type, as itself or [as another thread](Simulator::as_thread); its own calls run no hooks. With several calling
+    /// threads it may run concurrently.
     #[doc(hidden)]
     pub fn before(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
         hooks::set(self.0.place.slot, |hooks| {
@@ -529,7 +528,8 @@ impl Simulator {
         });
     }
 
-    /// As [`Simulator::before`], after each call: the driver has done it and the caller does not know yet.
+    /// Like [`Simulator::before`], after each call: the driver has executed it and the caller has not got the result
+    /// yet.
     #[doc(hidden)]
     pub fn after(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
         hooks::set(self.0.place.slot, |hooks| {
@@ -537,21 +537,21 @@ impl Simulator {
         });
     }
 
-    /// Takes both hooks away. Those that run go on.
+    /// Removes both hooks. Those that are running continue.
     #[doc(hidden)]
     pub fn clear_hooks(&self) {
         hooks::set(self.0.place.slot, |hooks| *hooks = hooks::Hooks::default());
     }
 
-    /// Runs something as another thread as far as simulated drivers know: its current context, its mode of
-    /// captures, its own default stream, which of the captures are its. The same number is the same thread.
+    /// Runs a function as another thread from the view of simulated drivers: with its own current context, capture
+    /// mode, default stream and captures. The same number means the same thread.
     #[doc(hidden)]
     pub fn as_thread<T>(&self, thread: u32, run: impl FnOnce() -> T) -> T {
         as_thread(thread, run)
     }
 
-    /// Submits work that keeps a stream busy until the mode says that it is complete, without
-    /// touching memory: what a kernel does that uses other memory only.
+    /// Submits work that keeps a stream busy until the mode completes it, without touching memory: like a kernel that
+    /// uses other memory only.
     ///
     /// # Errors
     /// The code that a launch would return.

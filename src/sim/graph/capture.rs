@@ -1,4 +1,4 @@
-//! Stream capture: what may be called meanwhile, and by whom.
+//! Stream capture: which calls are allowed during a capture, and on which threads.
 
 use super::links::{Link, common, read_links};
 use super::{Capture, Graph, Shown, Task};
@@ -46,13 +46,13 @@ impl State {
         if hit { self.refuse_capture() } else { Ok(()) }
     }
 
-    /// Refuses to wait for or ask about a stream that captures, which also spoils the capture.
+    /// Rejects a wait or query of a capturing stream, which also invalidates the capture.
     pub(in crate::sim) fn refuse_if_capturing(&mut self, queue: u32) -> R {
         self.refuse_implicit(queue)?;
         self.refuse_captured(queue)
     }
 
-    /// The same for calls that the legacy stream allows.
+    /// The same for calls that are allowed on the legacy stream.
     pub(in crate::sim) fn refuse_captured(&mut self, queue: u32) -> R {
         if self.queues[queue as usize].capture.is_none() {
             return Ok(());
@@ -61,7 +61,7 @@ impl State {
         self.refuse_capture()
     }
 
-    /// Refuses to wait for a context in which a stream captures, in any mode.
+    /// Rejects a wait for a context in which a stream captures, in any mode.
     pub(in crate::sim) fn refuse_ctx_during_capture(&mut self, ctx: usize) -> R {
         let queues = &self.queues;
         let inside = |capture: &&mut Capture| queues[capture.origin as usize].ctx == ctx;
@@ -73,7 +73,7 @@ impl State {
         if hit { self.refuse_capture() } else { Ok(()) }
     }
 
-    /// Refuses the legacy stream while a blocking stream of its context captures.
+    /// Rejects the legacy stream while a blocking stream of its context captures.
     pub(in crate::sim) fn refuse_implicit(&mut self, queue: u32) -> R {
         if self.graphs.captures.is_empty() {
             return Ok(());
@@ -86,7 +86,7 @@ impl State {
         Ok(())
     }
 
-    /// Spoils the capture that a stream takes part in.
+    /// Invalidates the capture that a stream takes part in.
     pub(in crate::sim) fn invalidate_capture_of(&mut self, queue: u32) {
         let capture = self.queues[queue as usize].capture;
         if let Some(capture) = capture.and_then(|id| self.graphs.captures.get_mut(&id)) {
@@ -94,7 +94,7 @@ impl State {
         }
     }
 
-    /// If the stream captures, what its next node depends on.
+    /// Returns the dependencies of the stream's next node, if it captures.
     pub(in crate::sim) fn captured_links(&mut self, queue: u32) -> R<Option<(u64, Arc<[Link]>)>> {
         let Some(id) = self.queues[queue as usize].capture else {
             self.refuse_implicit(queue)?;
@@ -110,7 +110,7 @@ impl State {
         Ok(Some((id, links.unwrap_or_default().into())))
     }
 
-    /// If the stream captures, adds a node that does the work, which is then not executed; says whether.
+    /// If the stream captures, adds a node for the work instead of executing it; returns whether it did.
     pub(in crate::sim) fn captured(
         &mut self,
         queue: u32,
@@ -245,7 +245,7 @@ impl State {
         all.all(|link| reached.contains(&link.node))
     }
 
-    /// What a query of a capture answers: the state of the stream, and what its next node depends on. None if
+    /// Returns the result of a capture query: the state of the stream, and the dependencies of its next node. None if
     /// it does not capture.
     fn capture_info(
         &mut self,
@@ -377,7 +377,7 @@ impl State {
         if !capture.invalid && self.is_joined(&capture) {
             return graph.set(capture.graph as CUgraph);
         }
-        // The graph of a capture that failed is nobody's, with what it holds.
+        // The graph of a failed capture is dropped with everything it holds.
         if !capture.into {
             self.destroy_graph(capture.graph);
         }

@@ -17,8 +17,8 @@ impl State {
         ((bits ^ bits >> 31) % below.max(1) as u64) as usize
     }
 
-    /// Submits the nodes of an executable to its lanes: behind what the stream has and behind the launch
-    /// before, and what the stream gets later comes behind them.
+    /// Submits the nodes of an executable to its lanes: after the earlier work of the stream and the previous launch,
+    /// and before later work of the stream.
     fn launch(&mut self, exec: u64, queue: u32) {
         let Some(entry) = self.graphs.execs.get_mut(exec) else {
             return;
@@ -37,7 +37,7 @@ impl State {
         for (position, step) in (1..).zip(steps.iter()) {
             let lane = lanes[step.lane];
             let mut before = step.after.clone();
-            // Which wait comes first is nobody's business, so it is not always the same.
+            // The order of the waits is unspecified, so it varies.
             for left in (1..before.len()).rev() {
                 before.swap(left, self.random(left + 1));
             }

@@ -1,4 +1,4 @@
-//! Graphs: what captures make of work, what is added by hand, and what executables run.
+//! Graphs: built by captures or by hand, and run by executables.
 
 mod capture;
 mod edit;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Distance of handle values.
 const STEP: u64 = 0x40;
 
-/// Objects of one kind by their handles. Like a driver's, the value of the one that went last comes back first.
+/// Objects of one kind by handle. As with a real driver, the most recently freed value is reused first.
 pub(super) struct Handles<T> {
     base: u64,
     list: Vec<Option<T>>,
@@ -188,8 +188,8 @@ pub(super) struct Exec {
 pub(super) struct UserObject {
     count: u64,
     callback: Callback,
-    /// The last launches of executables that held it: they are over before its function runs, so whom that tells has
-    /// seen them complete.
+    /// The last launches of executables that held it. They are over before its function runs, so code that the function
+    /// notifies has observed their completion.
     launches: Vec<Launch>,
 }
 

@@ -1,4 +1,4 @@
-//! User objects: what is told when a graph, its executables and their launches are gone.
+//! User objects, whose function is called once a graph, its executables and their launches no longer exist.
 
 use super::{Launch, References, UserObject};
 use crate::driver::sys::*;
@@ -20,7 +20,7 @@ impl State {
         fail(INVALID)
     }
 
-    /// Takes back references to a user object; with the last one its function is due.
+    /// Drops references to a user object; after the last one its function is called.
     fn drop_references(&mut self, object: u64, count: u64) {
         let Some(entry) = self.graphs.objects.get_mut(object) else {
             return;
@@ -36,14 +36,14 @@ impl State {
         }
     }
 
-    /// Takes back all references that something held.
+    /// Drops all references that something held.
     pub(super) fn drop_all(&mut self, held: References) {
         for (object, count) in held {
             self.drop_references(object, count);
         }
     }
 
-    /// Something that held objects was launched, and does not run any more.
+    /// Something that held objects was launched, and is not running any more.
     pub(super) fn outlived(&mut self, held: &References, last: &Launch) {
         for object in held.keys() {
             if let Some(entry) = self.graphs.objects.get_mut(*object) {
