@@ -158,10 +158,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 
     /// Creates a buffer of the first `len` elements in a block.
     ///
+    /// # Errors
     /// [`InvalidArgument::TooLarge`], [`InvalidArgument::TooSmall`], [`InvalidArgument::Misaligned`]; they return the
     /// block.
-    /// the block.
     ///
+    /// # Safety
     /// `stream` is the stream that the block was allocated on. The work that initialises the elements, and all other
     /// work that uses the block, was submitted to it, or the stream waits for that work.
     pub unsafe fn from_block(
@@ -188,6 +189,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     /// # Errors
     /// [`InvalidArgument::TooLarge`], [`InvalidArgument::Misaligned`]; driver errors. The owner is then dropped.
     ///
+    /// # Safety
     /// `len` elements at `ptr` are memory of the stream's device, live and not used by other code until the owner is
     /// dropped. The work that initialises them was submitted to `stream`, or the stream waits for that work. Whatever
     /// the owner does when dropped is ordered after all work submitted to the stream before.

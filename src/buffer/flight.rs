@@ -45,6 +45,7 @@ type Job = Mutex<Option<Box<dyn FnOnce() + Send>>>;
 impl<T: DeviceCopy> CopyInFlight<T> {
     /// Starts a copy. `memory` is none if there is nothing to copy.
     ///
+    /// # Safety
     /// `operation` copies between device memory and the host memory at the given address, within both; afterwards the
     /// elements of the host memory are valid values of `T`, which has the size and alignment of `H`.
     pub(super) unsafe fn start<H: DeviceCopy>(

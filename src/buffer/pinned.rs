@@ -289,6 +289,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     /// or freed before that work is complete, and until then [`write`](Self::write) and copies are rejected. The caller
     /// of the foreign calls is responsible for not accessing the memory meanwhile.
     ///
+    /// # Errors
     /// [`Error::Capturing`]; driver errors. If the end of the work can be neither marked nor waited for, the memory is
     /// never used again.
     pub fn record_use(&mut self, stream: &Stream) -> Result<(), Error> {
@@ -324,6 +325,7 @@ impl<T: DeviceCopy> PinnedBuffer<MaybeUninit<T>> {
 
     /// Copies values to all of its elements.
     ///
+    /// # Errors
     /// [`InvalidArgument::Length`] for another number of values, [`Error::InFlight`] while recorded work may use the
     /// memory, driver errors; they return the buffer.
     pub fn write(mut self, values: &[T]) -> Result<PinnedBuffer<T>, Refused<Self>> {

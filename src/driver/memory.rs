@@ -86,7 +86,6 @@ impl Drop for HostAllocation {
 /// Device and host memory. A pointer, a range or a stream passed to an unsafe method must be live, and a stream must
 /// belong to the context or be a special handle; freed memory must not be used any more, neither by submitted work nor
 /// later.
-/// nor later.
 #[doc(hidden)]
 impl Entered<'_> {
     thin! {
