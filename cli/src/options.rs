@@ -42,11 +42,17 @@ pub enum Command {
     )]
     Replay(ReplayOptions),
     /// Find the smallest memory limit that recorded allocations run under.
+    ///
+    /// A limit bounds what the allocator holds: a device needs its headroom (2 % of it, at most 512 MiB) and what other
+    /// programs take beside it.
     #[command(
         after_help = "Examples:\n  cualloc capacity run.rec\n  cualloc capacity trace.csv.gz --policy classic"
     )]
     Capacity(TraceOptions),
     /// Report whether recorded allocations fit into a given amount of memory, and with which settings.
+    ///
+    /// The amount is what the allocator may hold: a device needs its headroom (2 % of it, at most 512 MiB) and what other
+    /// programs take beside it.
     #[command(
         after_help = "Examples:\n  cualloc advise snapshot.pickle\n  cualloc advise run.rec --memory 24GiB,80GiB --all"
     )]

@@ -431,7 +431,8 @@ def stats(device=None):
     """Returns the statistics of a device's allocator (by default the current device's) as dictionaries: bytes
     `requested`, `allocated` (after rounding) and `reserved` from the driver, each with `current`, `peak` and `total`;
     numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h). `graph_pools`
-    is the memory of pools of graphs, which no other figure includes."""
+    is the memory of pools of graphs, which no other figure includes. `regime` is 0 while memory is plentiful, else the
+    reason why it is scarce (CUALLOC_MEMORY_SCARCE_* in cualloc.h)."""
     return _library.plain(_library.stats(_device(device)))
 
 
