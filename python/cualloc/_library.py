@@ -265,7 +265,7 @@ def configure(limit=None, config=None):
         if not settings or settings == _settings:
             return
         if _settings is not None:
-            raise RuntimeError(f"cualloc is already configured: expected {_settings}, found {settings}")
+            raise RuntimeError(f"cualloc is set up with other settings: {_settings}, found {settings}")
         with _options(settings) as options:
             checked(LIBRARY.cualloc_shared_options(options))
         _settings = settings
