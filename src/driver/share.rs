@@ -2,12 +2,13 @@
 
 use super::context::Entered;
 use super::error::DriverError;
-use super::sys::{self, CUdeviceptr, CUmemAllocationHandleType, CUmemGenericAllocationHandle};
+#[cfg(unix)]
+use super::sys::{self, CUmemAllocationHandleType};
+use super::sys::{CUdeviceptr, CUmemGenericAllocationHandle};
 use super::table::{call, thin};
 use std::ffi::c_void;
 #[cfg(unix)]
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::ptr;
 
 #[cfg(unix)]
 pub(super) const DESCRIPTOR: CUmemAllocationHandleType =
@@ -82,7 +83,7 @@ pub(super) unsafe fn opened(
     open: impl FnOnce(*mut c_void) -> Result<(), DriverError>,
 ) -> Result<OwnedFd, DriverError> {
     let mut fd: std::ffi::c_int = -1;
-    open(ptr::from_mut(&mut fd).cast())?;
+    open(std::ptr::from_mut(&mut fd).cast())?;
     if fd < 0 {
         return Err(DriverError::new(call, sys::CUresult::CUDA_ERROR_UNKNOWN));
     }
