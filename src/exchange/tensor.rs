@@ -502,7 +502,7 @@ impl Returned {
 
 impl Drop for Returned {
     fn drop(&mut self) {
-        // The owner was told of the stream at the import, and is told again: the stream may have been retired since,
+        // The stream is recorded with the owner again, as at the import: the stream may have been retired since,
         // and this counts for work submitted to it later.
         if process::is_gone() {
             return;

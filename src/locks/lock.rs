@@ -15,8 +15,8 @@ pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
-/// The number of spinning rounds before a waiting thread yields: the first has one pause, the last so many that reading
-/// the lock costs little in comparison, but no more than the lock is usually held.
+/// The number of spinning rounds before a waiting thread yields. The first round has one pause. In the last round, the
+/// pauses take much longer than a read of the lock, but no longer than the lock is usually held.
 const SPINS: u32 = 16;
 const MOST_PAUSES: u32 = 8;
 /// The number of yields before a waiting thread sleeps. A thread that gets here waits for one that is not running.

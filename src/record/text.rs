@@ -82,9 +82,9 @@ impl Families {
         self.pools("reserved_bytes", help, stats, |p| p.reserved);
         self.pools("blocks", "Live blocks.", stats, |p| p.allocations);
         let (allocated, reserved) = (stats.all.allocated.peak, stats.all.reserved.peak);
-        let help = "Most bytes of live blocks at once.";
+        let help = "Peak of bytes in live blocks.";
         self.gauge("allocated_peak_bytes", help, allocated);
-        let help = "Most bytes held from the driver at once.";
+        let help = "Peak of bytes reserved from the driver.";
         self.gauge("reserved_peak_bytes", help, reserved);
         self.gauge("free_bytes", "Bytes of free memory.", stats.free);
         let help = "Bytes of the largest free piece.";

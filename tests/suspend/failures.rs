@@ -139,12 +139,7 @@ fn an_end_that_fails_can_be_tried_again() {
         sim.clear_failures();
         assert!(sim.memory_in_use(0) > 0 && is_suspended(&world.allocator));
         drop((block, pool));
-        let World {
-            allocator,
-            blocks,
-            stream,
-        } = world;
-        drop((blocks, stream));
+        let allocator = world.into_allocator();
         sim.fail(FailPlan::call("cuMemUnmap", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
         assert!(allocator.close().is_err());
         rig.close(&allocator);
@@ -194,12 +189,7 @@ fn a_copy_to_the_host_whose_end_was_not_seen_is_waited_for() {
                 resume(&world.allocator);
             }
             drop((block, pool));
-            let World {
-                allocator,
-                blocks,
-                stream,
-            } = world;
-            drop((blocks, stream));
+            let allocator = world.into_allocator();
             allocator.trim(0).unwrap();
             rig.assert_clean();
             sim.set_mode(Mode::Instant);

@@ -47,6 +47,11 @@ impl World {
         World::of(rig, config, 6)
     }
 
+    /// Frees the blocks and drops the stream.
+    pub fn into_allocator(self) -> Allocator {
+        self.allocator
+    }
+
     /// With so many large blocks of 5 MiB, and as many small ones.
     pub fn of(rig: &Rig, config: Config, rounds: usize) -> World {
         let limit = (rounds * 10 + 4) * MIB;

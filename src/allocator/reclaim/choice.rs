@@ -40,16 +40,6 @@ pub(crate) enum Stage {
     Evicted,
 }
 
-/// The known answer of the driver to a request for memory.
-#[derive(Debug, Default, Clone, Copy)]
-pub(crate) enum Answer {
-    /// Not refused: the known free memory of the device counts.
-    #[default]
-    Known,
-    /// The driver refused memory in this reclaim.
-    Refused(DriverError),
-}
-
 /// The steps with effects on the program or the device.
 pub(crate) enum LastResort {
     /// Hooks that remain to be called; `None` before they have been collected.
@@ -79,7 +69,8 @@ pub(crate) struct Reclaim<'a> {
     pub asked: bool,
     /// The driver's refusal of address space for the request, if any: then only existing memory may serve it.
     pub cramped: Option<DriverError>,
-    pub answer: Answer,
+    /// The driver's refusal of memory in this reclaim.
+    pub refusal: Option<DriverError>,
     pub last_resort: LastResort,
     /// The regime that begins with this reclaim, if it changes.
     pub regime: Option<Regime>,
@@ -164,7 +155,7 @@ impl<'a> Reclaim<'a> {
             polled: false,
             asked: false,
             cramped: None,
-            answer: Answer::Known,
+            refusal: None,
             last_resort: LastResort::Hooks(None),
             regime: None,
             active: None,
@@ -191,10 +182,7 @@ impl<'a> Reclaim<'a> {
         if self.cramped.is_some() && heap.missing(want).is_none() {
             return self.cramped;
         }
-        match self.answer {
-            Answer::Refused(error) => Some(error),
-            Answer::Known => self.failure,
-        }
+        self.refusal.or(self.failure)
     }
 
     /// Returns the next hook to call.
@@ -334,7 +322,7 @@ impl<'a> Reclaim<'a> {
     /// Queries the device, once per reclaim, if the earlier answer leaves no room: other processes may have freed
     /// memory.
     fn ask_again(&mut self, heap: &Heap) -> Option<Step> {
-        if self.asked || !matches!(self.answer, Answer::Known) {
+        if self.asked || self.refusal.is_some() {
             return None;
         }
         heap.physical.full_at?;

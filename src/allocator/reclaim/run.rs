@@ -20,7 +20,7 @@ use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::address::FIRST_LEASE;
 use crate::allocator::physical::commit;
 use crate::allocator::physical::{Fresh, GrowthFailure};
-use crate::allocator::reclaim::choice::{Answer, Reclaim, Step};
+use crate::allocator::reclaim::choice::{Reclaim, Step};
 use crate::allocator::report::Regime;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
@@ -482,7 +482,7 @@ impl Engine {
         heap.stats.retries += 1;
         let full_at = heap.present() + free;
         reclaim.regime = heap.physical.refused(full_at).or(reclaim.regime);
-        reclaim.answer = Answer::Refused(error);
+        reclaim.refusal = Some(error);
         Ok(())
     }
 
