@@ -60,6 +60,20 @@ fn tickets_of_a_slot_only_rise() -> Outcome {
     rig.end()
 }
 
+/// The last reference to a context may be that of a reused slot. The end of a context can call the driver, so the slot's
+/// context is set aside for a thread that no longer holds the heap's lock.
+#[test]
+fn a_reused_slot_sets_its_context_aside() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, [a, _]) = known(&rig);
+    streams[a].holder = Holder::Retired;
+    assert!(streams.recycle(a));
+    assert!(streams.former.is_empty());
+    streams.add(StreamKey::Id(7), 7, rig.context.clone(), Holder::foreign());
+    assert_eq!(streams.former.len(), 1);
+    rig.end()
+}
+
 /// Makes large requests that the heap serves.
 fn large_requests(rig: &Rig, stream: &Stream, count: usize) -> Outcome {
     for at in 0..count {
