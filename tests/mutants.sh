@@ -10,12 +10,8 @@
 #   name = "evict_in_use"                  # unique
 #   guards = "R34"                         # the labels of what it breaks
 #   tests = ["views life::r8_a_test"]      # BINARY TEST: BINARY is a file or folder in tests/, lib or capi
-#   old = '''                              # whole lines, exactly once in all files under src,
-#   if slot.in_use {                       # indented as one likes: they are found however far in they stand
-#   '''
-#   new = '''                              # what takes their place, as far in as they were
-#   if false {
-#   '''
+#   old = 'if slot.in_use {'              # whole lines, exactly once in all files under src; several lines in '''
+#   new = 'if false {'                     # what takes their place, as far in as they were
 #
 # One that breaks several places has [[mutant.edit]] with `old` and `new` for each, instead of these in
 # itself. `under = "tests"` (or "capi/src") beside `old` says that the lines are not under src. capi are the unit tests
