@@ -1,8 +1,8 @@
 //! The launch recorder: uses of a launch, ordered before it and noted behind it.
 
 use crate::common::*;
-use crate::managers::{allocate, managed, packed, refusal};
-use crate::take;
+use crate::managers::{allocate, managed};
+use crate::{packed, refusal, take};
 use cualloc::driver::Stream;
 use cualloc::error::StreamMisuse;
 use cualloc::resource::*;

@@ -1,21 +1,16 @@
 //! The memory manager of a device, as a composition: exact live bytes in a budget, and requests counted.
 
 use crate::common::*;
-use crate::{held, take};
-use cualloc::driver::{KernelParam, Module, Stream, sys};
+use crate::{held, packed, refusal, take};
+use cualloc::driver::{KernelParam, Module, Stream};
 use cualloc::error::InvalidArgument;
 use cualloc::exchange::{DType, Schema, Table, Tensor};
 use cualloc::resource::*;
-use cualloc::sim::FailPlan;
-use cualloc::{DeviceBuffer, DeviceCopy, Error, Policy, Request};
+use cualloc::{DeviceBuffer, DeviceCopy, Error, Request};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 pub type Manager = Arc<Budget<Arc<dyn MemoryResource>>>;
-
-pub fn packed(test: impl Fn(&Rig)) {
-    only(Policy::Packed, test);
-}
 
 fn manager(stack: &Arc<dyn MemoryResource>, budget: u64) -> Manager {
     Arc::new(Budget::of_live(Arc::clone(stack), Some(budget)))
@@ -32,10 +27,6 @@ pub fn allocate<T: DeviceCopy>(
     stream: &Stream,
 ) -> Result<DeviceBuffer<MaybeUninit<T>>, Error> {
     DeviceBuffer::uninit(manager, len, stream)
-}
-
-pub fn refusal(call: &str) -> FailPlan {
-    FailPlan::call(call, sys::CUresult::CUDA_ERROR_INVALID_VALUE).unwrap()
 }
 
 /// Live bytes, and their peak.
@@ -159,7 +150,7 @@ fn s5_4_s5_67_live_and_pending_are_apart() {
         assert_eq!(slice.id().unwrap().ptr(), slice.as_device_ptr());
         drop(slice);
         assert_eq!((held(&manager), held(&stack)), ((0, 0), (0, 2000)));
-        let outstanding = stack.usage().unwrap().outstanding();
+        let outstanding = crate::outstanding(&stack);
         assert_eq!(outstanding, 2000, "bounds live and pending");
         let slice = allocate::<u8>(&manager, 1500, &stream).unwrap();
         let reaped = (held(&manager), held(&stack));

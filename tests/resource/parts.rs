@@ -10,7 +10,7 @@ use cualloc::{Error, Policy, Request};
 
 use crate::common::rng::Rng;
 use crate::common::*;
-use crate::{held, take};
+use crate::{ask, held, take};
 
 /// Everything of this file, over what `make` makes: the stack itself, and behind one pointer.
 pub fn run<R: MemoryResource + 'static>(make: impl Fn(&Rig) -> R) {
@@ -46,12 +46,8 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     assert_eq!(held(&resource), (0, 0));
     let memory_calls = || rig.memory_calls() + rig.calls("cuMemAllocFromPoolAsync");
     let calls = memory_calls();
-    assert!(resource.allocate_block(&Request::new(0), &stream).is_err());
-    assert!(
-        resource
-            .allocate_block(&Request::new(usize::MAX), &stream)
-            .is_err()
-    );
+    assert!(ask(&resource, 0, &stream).is_err());
+    assert!(ask(&resource, usize::MAX, &stream).is_err());
     assert_eq!(memory_calls(), calls, "no driver call for what cannot be");
     let first = resource
         .allocate_block(&Request::new(1000).tag("first"), &stream)
@@ -211,7 +207,7 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let most = 64 * MIB;
     let mut live = Vec::new();
     let error = loop {
-        match resource.allocate_block(&Request::new(most), &stream) {
+        match ask(&resource, most, &stream) {
             Ok(block) => live.push(block),
             Err(error) => break error,
         }
@@ -238,7 +234,7 @@ fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     for name in ["cuMemAlloc_v2", "cuMemCreate", "cuMemAllocFromPoolAsync"] {
         sim.fail(FailPlan::call(name, code).unwrap().times(1000));
     }
-    let refused = resource.allocate_block(&Request::new(200 * MIB), &stream);
+    let refused = ask(&resource, 200 * MIB, &stream);
     assert!(refused.unwrap_err().is_out_of_memory());
     sim.clear_failures();
     let block = take(&resource, MIB, &stream);
@@ -314,11 +310,7 @@ fn other_streams(rig: &Rig, resource: &dyn MemoryResource) {
         let device = rig.driver.device(1).unwrap();
         let context = Context::primary(&device).unwrap();
         let foreign = Stream::new(&context).unwrap();
-        assert!(
-            resource
-                .allocate_block(&Request::new(100), &foreign)
-                .is_err()
-        );
+        assert!(ask(&resource, 100, &foreign).is_err());
         assert_eq!(resource.usage().unwrap().requested.current, 0);
     }
 }

@@ -1,108 +1,14 @@
-//! Pools, and stacks over them.
+//! What pools do with blocks beyond the suite.
 
 use std::sync::Arc;
 
 use cualloc::pool::*;
 use cualloc::resource::*;
-use cualloc::{Config, DeviceBuffer, Error, Request};
+use cualloc::{DeviceBuffer, Error};
 
 use crate::common::*;
-use crate::parts::run;
+use crate::suite::{native, threshold, typed};
 use crate::{held, take};
-
-fn config(rig: &Rig) -> Config {
-    Config::new().policy(rig.policy)
-}
-
-fn typed(rig: &Rig) -> TypedPool {
-    TypedPool::new(&rig.allocator())
-}
-
-fn threshold(rig: &Rig) -> ThresholdPool {
-    ThresholdPool::on_driver(&rig.driver, 0, config(rig))
-}
-
-fn native(rig: &Rig) -> DriverPool {
-    DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap()
-}
-
-#[test]
-fn s2_14_typed_pool_passes_the_suite() {
-    run(typed);
-}
-
-#[test]
-fn typed_pool_over_an_allocator_of_others() {
-    run(|rig| {
-        let allocator = rig.allocator();
-        allocator.set_limit(Some(2 * GIB as u64));
-        TypedPool::new(&allocator)
-    });
-}
-
-#[test]
-fn s3_7_s3_25_s3_32_threshold_pool_passes_the_suite() {
-    run(threshold);
-}
-
-#[test]
-fn s3_5_threshold_of_nothing() {
-    run(|rig| {
-        let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
-        pool.set_release_threshold(Some(0)).unwrap();
-        pool
-    });
-}
-
-#[test]
-fn s3_7_s3_25_s3_32_native_pool_passes_the_suite() {
-    run(native);
-}
-
-#[test]
-fn s4_12_s4_17_workspaces_pass_the_suite() {
-    run(|rig| WorkspacePool::new(&rig.allocator()));
-}
-
-#[test]
-fn s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite() {
-    run(|rig| WorkspacePool::exact(&rig.allocator()));
-}
-
-/// Every pool carries every adaptor.
-fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
-    let budget = Budget::new(AccessOrdered::new(pool), Some(GIB as u64));
-    let watched = Logging::new(budget, RingSink::new(16));
-    let below: Arc<dyn MemoryResource> = Arc::new(watched);
-    let guarded = Relief::new(Budget::new(below, None));
-    let poisoned = Sanitizer::new(guarded).poison_freed(Some(0xDD));
-    poisoned.check_overlap(true)
-}
-
-#[test]
-fn stack_over_typed_pool() {
-    run(|rig| stacked(typed(rig)));
-}
-
-#[test]
-fn stack_over_threshold_pool() {
-    run(|rig| stacked(threshold(rig)));
-}
-
-#[test]
-fn stack_over_native_pool() {
-    run(|rig| stacked(native(rig)));
-}
-
-#[test]
-fn stack_over_workspaces() {
-    run(|rig| stacked(WorkspacePool::exact(&rig.allocator())));
-}
-
-#[test]
-fn stack_of_stacks_over_native_pool() {
-    run(|rig| stacked(Arc::new(stacked(native(rig)))));
-}
 
 /// A block of one pool is nothing to another, and stays what it was.
 #[test]
@@ -171,11 +77,11 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
 #[test]
 fn s3_5_threshold_holds_for_blocks() {
     only(cualloc::Policy::Packed, |rig| {
-        let pool = ThresholdPool::on_driver(&rig.driver, 0, config(rig));
+        let pool = threshold(rig);
         pool.set_release_threshold(Some(4 * MIB as u64)).unwrap();
         let stream = rig.stream();
-        let block = pool.allocate_block(&Request::new(64 * MIB), &stream);
-        pool.deallocate_block(block.unwrap()).unwrap();
+        let block = take(&pool, 64 * MIB, &stream);
+        pool.deallocate_block(block).unwrap();
         assert!(pool.usage().unwrap().cached_bytes() <= 4 * MIB as u64);
     });
 }

@@ -1,20 +1,11 @@
 //! How scarce memory is: levels, listeners, the watchdog.
 
-use crate::relief::packed;
-use crate::{T, take};
+use crate::{T, packed, take};
 use cualloc::resource::*;
 use cualloc::{DeviceBuffer, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-
-trait Shared: Sized {
-    fn shared(self) -> Arc<Self> {
-        Arc::new(self)
-    }
-}
-
-impl Shared for AccessOrdered {}
 
 /// S1.31: the levels and their borders.
 #[test]
@@ -56,7 +47,7 @@ fn s1_31_pressure_levels() {
 fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
     packed(|rig| {
         let stream = rig.stream();
-        let inner = AccessOrdered::new(rig.allocator()).shared();
+        let inner = Arc::new(AccessOrdered::new(rig.allocator()));
         let guard = Arc::new(Relief::new(Budget::new(inner, Some(1000))));
         let heard = Arc::new(Mutex::new(Vec::new()));
         let log = Arc::clone(&heard);

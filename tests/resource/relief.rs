@@ -1,21 +1,17 @@
 //! Relief: hooks, policies, and what they are asked for.
 
 use crate::common::*;
-use crate::{T, take};
+use crate::{ask, outstanding, packed, recoveries, take};
 use cualloc::driver::{Stream, sys};
 use cualloc::error::StreamMisuse;
 use cualloc::resource::*;
 use cualloc::sim::FailPlan;
-use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request};
+use cualloc::{Allocator, Error, Refused, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub type Guard<R> = Relief<Budget<R>>;
-
-pub fn packed(test: impl Fn(&Rig)) {
-    only(Policy::Packed, test);
-}
 
 pub fn guard(rig: &Rig, budget: impl Into<Option<u64>>) -> Guard<Allocator> {
     Relief::new(Budget::new(rig.allocator(), budget.into()))
@@ -41,9 +37,6 @@ unsafe impl MemoryResource for Full {
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.0.deallocate_block(block)
     }
-    fn ordinal(&self) -> usize {
-        self.0.ordinal()
-    }
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         Some(&self.0)
     }
@@ -61,20 +54,12 @@ fn s1_25_s1_48_free_caches_recovers() {
         let guard = Relief::new(full);
         guard.set_policy(OomPolicy::FreeCaches);
         let block = take(&guard, 4 * MIB, &stream);
-        assert_eq!(guard.usage().unwrap().recoveries, 1);
+        assert_eq!(recoveries(&guard), 1);
         let reserved = allocator.stats().all.reserved.current;
         assert!(reserved < cached, "caches were kept");
         let more = take(&guard, 4 * MIB, &stream);
-        assert!(
-            guard
-                .allocate_block(&Request::new(4 * MIB).tag(T), &stream)
-                .is_err()
-        );
-        assert_eq!(
-            guard.usage().unwrap().recoveries,
-            1,
-            "a retry that failed is none"
-        );
+        assert!(ask(&guard, 4 * MIB, &stream).is_err());
+        assert_eq!(recoveries(&guard), 1, "a retry that failed is none");
         guard.deallocate_block(more).unwrap();
         guard.deallocate_block(block).unwrap();
     });
@@ -102,7 +87,7 @@ fn s1_30_a_budget_smaller_than_the_request_fails_at_once() {
             OomPolicy::Wait(Duration::from_secs(1)),
         ] {
             guard.set_policy(policy);
-            let refused = guard.allocate_block(&Request::new(101).tag(T), &stream);
+            let refused = ask(&guard, 101, &stream);
             assert!(
                 matches!(
                     refused,
@@ -119,7 +104,7 @@ fn s1_30_a_budget_smaller_than_the_request_fails_at_once() {
         }
         assert_eq!(asked.load(Ordering::SeqCst), 0, "a hook was asked");
         assert_eq!(clock.waits(), 0);
-        assert_eq!(guard.usage().unwrap().recoveries, 0);
+        assert_eq!(recoveries(&guard), 0);
     });
 }
 
@@ -133,14 +118,14 @@ fn s1_25_wait_policy_goes_by_its_clock() {
         guard.set_policy(OomPolicy::Wait(Duration::from_millis(250)));
         let block = take(&guard, 1000, &stream);
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
+            let waiting = scope.spawn(|| ask(&guard, 600, &stream));
             clock.await_waiter(0);
             guard.deallocate_block(block).unwrap();
             clock.advance(Duration::from_millis(100));
             let block = waiting.join().unwrap().unwrap();
-            assert_eq!(guard.usage().unwrap().recoveries, 1);
+            assert_eq!(recoveries(&guard), 1);
             let seen = clock.waits();
-            let waiting = scope.spawn(|| guard.allocate_block(&Request::new(600).tag(T), &stream));
+            let waiting = scope.spawn(|| ask(&guard, 600, &stream));
             for number in 0..3 {
                 clock.await_waiter(seen + number);
                 clock.advance(Duration::from_millis(100));
@@ -149,7 +134,7 @@ fn s1_25_wait_policy_goes_by_its_clock() {
             assert_eq!(clock.waits(), seen + 3, "100, 200 and 250 ms");
             guard.deallocate_block(block).unwrap();
         });
-        assert_eq!(guard.usage().unwrap().recoveries, 1);
+        assert_eq!(recoveries(&guard), 1);
     });
 }
 
@@ -171,11 +156,7 @@ fn s1_26_checkpoint_runs_under_its_policy_only() {
             (OomPolicy::Checkpoint, 1),
         ] {
             guard.set_policy(policy);
-            assert!(
-                guard
-                    .allocate_block(&Request::new(101).tag(T), &stream)
-                    .is_err()
-            );
+            assert!(ask(&guard, 101, &stream).is_err());
             assert_eq!(runs.load(Ordering::SeqCst), expected, "{policy:?}");
         }
     });
@@ -206,11 +187,7 @@ fn s1_27_s1_28_s1_29_hooks_run_in_order() {
         assert!(!add("first", -1, 0, 0));
         assert!(add("first", -1, 0, 0), "names are unique");
         let held = take(&guard, 600, &stream);
-        assert!(
-            guard
-                .allocate_block(&Request::new(500).tag(T), &stream)
-                .is_err()
-        );
+        assert!(ask(&guard, 500, &stream).is_err());
         let seen: Vec<_> = order.lock().unwrap().drain(..).collect();
         let names: Vec<_> = seen.iter().map(|(name, _)| *name).collect();
         assert_eq!(
@@ -230,10 +207,10 @@ fn s1_27_s1_28_s1_29_hooks_run_in_order() {
         let block = take(&guard, 500, &stream);
         assert!(order.lock().unwrap().is_empty());
         // S1.52: what a hook freed is counted once, by the free.
-        assert_eq!(guard.usage().unwrap().outstanding(), 500);
-        assert_eq!(guard.usage().unwrap().recoveries, 1, "a hook saved it");
+        assert_eq!(outstanding(&guard), 500);
+        assert_eq!(recoveries(&guard), 1, "a hook saved it");
         guard.deallocate_block(block).unwrap();
-        assert_eq!(guard.usage().unwrap().outstanding(), 0);
+        assert_eq!(outstanding(&guard), 0);
     });
 }
 
@@ -255,11 +232,7 @@ fn s1_30_hooks_run_before_the_policy() {
             order.lock().unwrap().is_empty(),
             "nobody is asked for what fits"
         );
-        assert!(
-            guard
-                .allocate_block(&Request::new(1).tag(T), &stream)
-                .is_err()
-        );
+        assert!(ask(&guard, 1, &stream).is_err());
         assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
         guard.deallocate_block(fits).unwrap();
         assert!(guard.remove_relief_hook("hook"));
@@ -286,14 +259,12 @@ fn s1_49_only_the_code_says_out_of_memory() {
             for call in ["cuMemAlloc_v2", "cuMemCreate"] {
                 sim.fail(FailPlan::call(call, code).unwrap().times(1000));
             }
-            let error = guard
-                .allocate_block(&Request::new(64 * MIB).tag(T), &stream)
-                .unwrap_err();
+            let error = ask(&guard, 64 * MIB, &stream).unwrap_err();
             assert_eq!(error.is_out_of_memory(), expected == 1);
             assert_eq!(runs.load(Ordering::SeqCst), expected);
             sim.clear_failures();
         }
-        assert_eq!(guard.usage().unwrap().outstanding(), 0);
+        assert_eq!(outstanding(&guard), 0);
         // And no text does.
         let loud = Relief::new(Arc::new(Loud(rig.allocator())));
         loud.set_policy(OomPolicy::Checkpoint);
@@ -301,9 +272,7 @@ fn s1_49_only_the_code_says_out_of_memory() {
         loud.set_checkpoint(move |_| {
             counted.fetch_add(1, Ordering::SeqCst);
         });
-        let error = loud
-            .allocate_block(&Request::new(64).tag(T), &stream)
-            .unwrap_err();
+        let error = ask(&loud, 64, &stream).unwrap_err();
         assert!(error.to_string().contains("out of memory"), "{error}");
         assert!(!error.is_out_of_memory());
         assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -324,11 +293,8 @@ unsafe impl MemoryResource for Loud {
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.0.deallocate_block(block)
     }
-    fn ordinal(&self) -> usize {
-        self.0.ordinal()
-    }
-    fn state(&self, block: &BlockId) -> BlockState {
-        self.0.state(block)
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.0)
     }
 }
 
@@ -349,9 +315,9 @@ fn a_hook_that_lacks_memory_itself_runs_no_hooks() {
             let staged = below.allocate(16 * MIB, &own);
             assert!(staged.is_err_and(|error| error.is_out_of_memory()));
             let guard = of_guard.get().unwrap();
-            let staged = guard.allocate_block(&Request::new(2000).tag(T), &own);
+            let staged = ask(&guard, 2000, &own);
             assert!(staged.is_err_and(|error| error.is_out_of_memory()));
-            let staged = guard.allocate_block(&Request::new(500).tag(T), &own);
+            let staged = ask(&guard, 500, &own);
             assert!(staged.is_err_and(|error| error.is_out_of_memory()));
             0
         });
@@ -360,7 +326,7 @@ fn a_hook_that_lacks_memory_itself_runs_no_hooks() {
         let held = take(&guard, 900, &stream);
         let block = allocator.allocate(5 * MIB, &stream).unwrap();
         for round in 1..3 {
-            let refused = guard.allocate_block(&Request::new(500).tag(T), &stream);
+            let refused = ask(&guard, 500, &stream);
             assert!(refused.is_err_and(|error| error.is_out_of_memory()));
             assert_eq!(runs.load(Ordering::Relaxed), 2 * round - 1);
             let refused = allocator.allocate(5 * MIB, &stream);
@@ -404,14 +370,10 @@ fn s1_43_s1_50_hooks_and_listeners_run_without_a_lock() {
         });
         guard.get_ref().on_pressure(|_, _| panic!("in a listener"));
         let held = take(&guard, 900, &stream);
-        assert!(
-            guard
-                .allocate_block(&Request::new(200).tag(T), &stream)
-                .is_err()
-        );
+        assert!(ask(&guard, 200, &stream).is_err());
         assert!(!guard.remove_relief_hook("busy"), "it ran");
         guard.deallocate_block(held).unwrap();
-        assert_eq!(guard.usage().unwrap().outstanding(), 0);
+        assert_eq!(outstanding(&guard), 0);
         let block = take(&guard, 1000, &stream);
         guard.deallocate_block(block).unwrap();
         guard.remove_relief_hook("panics");

@@ -1,7 +1,9 @@
-//! Resources, adaptors, stacks, and stacks of stacks.
+//! Resources, pools, adaptors, stacks, and stacks of stacks.
 
 use std::sync::Arc;
 
+use cualloc::Config;
+use cualloc::pool::*;
 use cualloc::resource::*;
 
 use crate::common::*;
@@ -43,7 +45,49 @@ fn small_stack(rig: &Rig) -> SmallStack {
     Logging::new(bounded, RingSink::new(64))
 }
 
+pub fn typed(rig: &Rig) -> TypedPool {
+    TypedPool::new(&rig.allocator())
+}
+
+pub fn threshold(rig: &Rig) -> ThresholdPool {
+    ThresholdPool::on_driver(&rig.driver, 0, Config::new().policy(rig.policy))
+}
+
+pub fn native(rig: &Rig) -> DriverPool {
+    DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap()
+}
+
+/// Every pool carries every adaptor.
+fn stacked<R: MemoryResource + Clone + 'static>(pool: R) -> impl MemoryResource {
+    let budget = Budget::new(AccessOrdered::new(pool), Some(GIB as u64));
+    let watched = Logging::new(budget, RingSink::new(16));
+    let below: Arc<dyn MemoryResource> = Arc::new(watched);
+    let guarded = Relief::new(Budget::new(below, None));
+    let poisoned = Sanitizer::new(guarded).poison_freed(Some(0xDD));
+    poisoned.check_overlap(true)
+}
+
 suite! {
+    s2_14_typed_pool_passes_the_suite: typed;
+    typed_pool_over_an_allocator_of_others: |rig| {
+        let allocator = rig.allocator();
+        allocator.set_limit(Some(2 * GIB as u64));
+        TypedPool::new(&allocator)
+    };
+    s3_7_s3_25_s3_32_threshold_pool_passes_the_suite: threshold;
+    s3_5_threshold_of_nothing: |rig| {
+        let pool = threshold(rig);
+        pool.set_release_threshold(Some(0)).unwrap();
+        pool
+    };
+    s3_7_s3_25_s3_32_native_pool_passes_the_suite: native;
+    s4_12_s4_17_workspaces_pass_the_suite: |rig| WorkspacePool::new(&rig.allocator());
+    s4_12_s4_15_s4_17_exact_workspaces_pass_the_suite: |rig| WorkspacePool::exact(&rig.allocator());
+    stack_over_typed_pool: |rig| stacked(typed(rig));
+    stack_over_threshold_pool: |rig| stacked(threshold(rig));
+    stack_over_native_pool: |rig| stacked(native(rig));
+    stack_over_workspaces: |rig| stacked(WorkspacePool::exact(&rig.allocator()));
+    stack_of_stacks_over_native_pool: |rig| stacked(Arc::new(stacked(native(rig))));
     /// S5.12: the caching resource.
     s5_12_caching_resource_passes_the_suite: caching;
     /// S5.19: the direct resource.

@@ -2,7 +2,7 @@
 
 use cualloc::driver::Stream;
 use cualloc::resource::*;
-use cualloc::sim::{FailPlan, SimConfig, Simulator};
+use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Error, Refused, Request};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -24,10 +24,7 @@ fn s5_31_s5_32_records_say_everything() {
             .allocate_block(&Request::new(1000).tag("named"), &stream)
             .unwrap();
         let (ptr, generation) = (block.ptr(), block.id().generation());
-        assert!(
-            log.allocate_block(&Request::new(1).tag(T), &stream)
-                .is_err()
-        );
+        assert!(ask(&log, 1, &stream).is_err());
         log.reap().unwrap();
         let log = &log;
         std::thread::scope(|scope| {
@@ -107,10 +104,10 @@ fn poison_comes_after_uses_that_could_not_be_recorded() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         let [a, b] = rig.streams();
-        let fail = |call| sim.fail(FailPlan::call(call, refusal()).unwrap());
+        let fail = |call| sim.fail(refusal(call));
         for finish in [false, true] {
             let resource = poisoned(rig.allocator());
-            let made = resource.allocate_block(&Request::new(4096).tag(T), &a);
+            let made = ask(&resource, 4096, &a);
             let block = made.unwrap();
             let (ptr, id) = (block.ptr(), block.id());
             a.synchronize().unwrap();
@@ -122,7 +119,7 @@ fn poison_comes_after_uses_that_could_not_be_recorded() {
                 false => resource.record_use(&id, &b),
             };
             let error = recorded.unwrap_err();
-            assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
+            assert_eq!(error.driver_error().map(|e| e.code()), Some(REFUSAL));
             // Nor can it be marked now: there is no fill, and the block is the caller's still.
             fail("cuEventRecord");
             let refused = resource.deallocate_block(block).unwrap_err();
@@ -239,7 +236,7 @@ fn s5_71_overlap_is_an_error_with_both_ranges() {
         let twice = Twice(rig.allocator(), Mutex::default());
         let probe = Sanitizer::new(twice).check_overlap(true);
         let block = take(&probe, 600, &stream);
-        match probe.allocate_block(&Request::new(600).tag(T), &stream) {
+        match ask(&probe, 600, &stream) {
             Err(Error::Overlap { new, old }) => {
                 assert_eq!((new.0, old), (block.ptr(), (block.ptr(), 1024)));
             }
@@ -288,13 +285,7 @@ unsafe impl MemoryResource for Spy {
         (self.1)();
         self.0.deallocate_block(block)
     }
-    fn ordinal(&self) -> usize {
-        self.0.ordinal()
-    }
-    fn usage(&self) -> Result<Usage, Error> {
-        self.0.usage()
-    }
-    fn state(&self, block: &BlockId) -> BlockState {
-        self.0.state(block)
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.0)
     }
 }

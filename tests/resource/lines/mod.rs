@@ -11,13 +11,12 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Mutex;
 
-use cualloc::driver::{Stream, sys};
+use cualloc::driver::Stream;
 use cualloc::resource::*;
-use cualloc::sim::FailPlan;
-use cualloc::{Allocator, BlockId, Error, Policy, Refused, Request, Tag};
+use cualloc::{Allocator, Error, Refused, Request, Tag};
 
 use crate::common::*;
-use crate::{T, take};
+use crate::{REFUSAL, ask, outstanding, packed, refusal, take};
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
@@ -45,10 +44,6 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static GLOBAL: Counting = Counting;
 
-fn packed(test: impl Fn(&Rig)) {
-    only(Policy::Packed, test);
-}
-
 fn asynchronous(rig: &Rig) -> AccessOrdered {
     AccessOrdered::new(rig.allocator())
 }
@@ -57,18 +52,9 @@ fn poisoned<R: MemoryResource>(resource: R) -> Sanitizer<R> {
     Sanitizer::new(resource).poison_freed(Some(0xDD))
 }
 
-fn code() -> sys::CUresult {
-    sys::CUresult::CUDA_ERROR_LAUNCH_FAILED
-}
-
-/// Not fatal, so that the driver goes on.
-fn refusal() -> sys::CUresult {
-    sys::CUresult::CUDA_ERROR_INVALID_VALUE
-}
-
 fn fail(rig: &Rig, call: &str) -> bool {
     let Some(sim) = rig.sim() else { return false };
-    sim.fail(FailPlan::call(call, refusal()).unwrap());
+    sim.fail(refusal(call));
     true
 }
 
@@ -90,13 +76,7 @@ unsafe impl MemoryResource for Twice {
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         self.0.deallocate_block(block)
     }
-    fn ordinal(&self) -> usize {
-        self.0.ordinal()
-    }
-    fn usage(&self) -> Result<Usage, Error> {
-        self.0.usage()
-    }
-    fn state(&self, block: &BlockId) -> BlockState {
-        self.0.state(block)
+    fn upstream(&self) -> Option<&dyn MemoryResource> {
+        Some(&self.0)
     }
 }

@@ -2,7 +2,7 @@
 
 use cualloc::driver::{Context, Stream};
 use cualloc::resource::*;
-use cualloc::sim::{FailPlan, Mode, Report};
+use cualloc::sim::{Mode, Report};
 
 use super::*;
 use crate::common::*;
@@ -103,17 +103,14 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
         resource.prepare_use(&id, &b, Access::Write).unwrap();
         resource.finish_use(&id, &b, Access::Write).unwrap();
         for call in ["cuStreamWaitEvent", "cuEventRecord"] {
-            sim.fail(FailPlan::call(call, refusal()).unwrap());
+            sim.fail(refusal(call));
             let failure = resource.deallocate_block(block).unwrap_err();
             assert!(failure.error.driver_error().is_some());
             block = *failure.value;
             assert_eq!(block.id(), id);
             assert_eq!(resource.state(&id), BlockState::Live);
             assert_eq!(held(&resource), (4096, 0));
-            assert_eq!(
-                resource.get_ref().get_ref().usage().unwrap().outstanding(),
-                4096
-            );
+            assert_eq!(outstanding(resource.get_ref().get_ref()), 4096);
             assert_eq!(resource.get_ref().live().len(), 1);
             assert_eq!(resource.usage().unwrap().requested.current, 4096);
             resource.record_use(&id, &b).unwrap();
@@ -121,10 +118,7 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
         resource.deallocate_block(block).unwrap();
         assert_eq!(held(&resource), (0, 4096));
         resource.reap().unwrap();
-        assert_eq!(
-            resource.get_ref().get_ref().usage().unwrap().outstanding(),
-            0
-        );
+        assert_eq!(outstanding(resource.get_ref().get_ref()), 0);
     });
 }
 
@@ -147,7 +141,7 @@ fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
             rig.stamp(id.ptr(), 4096, 1, b);
             fail(rig, call);
             let error = resource.finish_use(&id, b, Access::Write).unwrap_err();
-            assert_eq!(error.driver_error().map(|e| e.code()), Some(refusal()));
+            assert_eq!(error.driver_error().map(|e| e.code()), Some(REFUSAL));
             resource.deallocate_block(block).unwrap();
             let next = take(&resource, 4096, &a);
             assert_eq!(next.ptr(), id.ptr());

@@ -1,8 +1,7 @@
 //! Bytes that have not left, and budgets over them.
 
-use cualloc::Request;
 use cualloc::resource::*;
-use cualloc::sim::{FailPlan, Mode};
+use cualloc::sim::Mode;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
@@ -33,11 +32,7 @@ fn s5_25_s5_26_s5_66_pending_bytes_leave_by_reap() {
             assert_eq!(resource.pending_on(stream.id().unwrap()), bytes as u64);
         }
         // The second stream fails: the first has left, the second and the rest stay for the next call.
-        sim.fail(
-            FailPlan::call("cuEventSynchronize", refusal())
-                .unwrap()
-                .nth(2),
-        );
+        sim.fail(refusal("cuEventSynchronize").nth(2));
         assert!(resource.reap().is_err());
         assert_eq!(resource.state(&one), BlockState::Free);
         assert_eq!(resource.state(&two), BlockState::Quarantined);
@@ -60,28 +55,13 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
         let inner = asynchronous(rig);
         let early = take(&inner, 24, &stream);
         let budget = Budget::new(inner, Some(1024));
-        assert_eq!(
-            (budget.usage().unwrap().outstanding(), budget.remaining()),
-            (24, Some(1000))
-        );
+        assert_eq!((outstanding(&budget), budget.remaining()), (24, Some(1000)));
         let block = take(&budget, 1000, &stream);
-        assert!(
-            budget
-                .allocate_block(&Request::new(1).tag(T), &stream)
-                .is_err()
-        );
+        assert!(ask(&budget, 1, &stream).is_err());
         budget.deallocate_block(block).unwrap();
-        assert_eq!(
-            budget.usage().unwrap().outstanding(),
-            1024,
-            "pending counts"
-        );
+        assert_eq!(outstanding(&budget), 1024, "pending counts");
         let waits = rig.calls("cuEventSynchronize");
-        assert!(
-            budget
-                .allocate_block(&Request::new(1025).tag(T), &stream)
-                .is_err()
-        );
+        assert!(ask(&budget, 1025, &stream).is_err());
         assert_eq!(
             rig.calls("cuEventSynchronize"),
             waits,
@@ -93,19 +73,15 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
         budget.deallocate_block(early).unwrap();
         budget.reap().unwrap();
         assert_eq!(
-            budget.usage().unwrap().outstanding(),
+            outstanding(&budget),
             0,
             "what was there before has left too"
         );
         if !fail(rig, "cuEventRecord") {
             return;
         }
-        assert!(
-            budget
-                .allocate_block(&Request::new(100).tag(T), &stream)
-                .is_err()
-        );
-        assert_eq!(budget.usage().unwrap().outstanding(), 0, "rolled back");
+        assert!(ask(&budget, 100, &stream).is_err());
+        assert_eq!(outstanding(&budget), 0, "rolled back");
     });
 }
 
@@ -119,14 +95,10 @@ fn s5_30_budget_follows_what_really_left() {
         let stranger = CudaMemory::new(&rig.context);
         let unknown = take(&stranger, 4096, &stream);
         let failure = direct.deallocate_block(unknown).unwrap_err();
-        assert_eq!(direct.usage().unwrap().outstanding(), 4096);
+        assert_eq!(outstanding(&direct), 4096);
         stranger.deallocate_block(*failure.value).unwrap();
         direct.deallocate_block(block).unwrap();
-        assert_eq!(
-            direct.usage().unwrap().outstanding(),
-            0,
-            "synchronous: at once"
-        );
+        assert_eq!(outstanding(&direct), 0, "synchronous: at once");
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
         let one = Budget::new(Arc::clone(&shared), Some(4096));
@@ -135,21 +107,9 @@ fn s5_30_budget_follows_what_really_left() {
         let second = take(&two, 2000, &stream);
         one.deallocate_block(first).unwrap();
         two.deallocate_block(second).unwrap();
-        assert_eq!(
-            (
-                one.usage().unwrap().outstanding(),
-                two.usage().unwrap().outstanding()
-            ),
-            (1000, 2000)
-        );
+        assert_eq!((outstanding(&one), outstanding(&two)), (1000, 2000));
         one.reap().unwrap();
-        assert_eq!(
-            (
-                one.usage().unwrap().outstanding(),
-                two.usage().unwrap().outstanding()
-            ),
-            (0, 0)
-        );
+        assert_eq!((outstanding(&one), outstanding(&two)), (0, 0));
     });
 }
 
@@ -204,9 +164,9 @@ unsafe extern "C" fn meet(data: *mut c_void) {
     }
 }
 
-/// S5.57: sixteen threads, and the budget agrees with what is below it.
+/// S1.51, S1.52, S5.57: sixteen threads at the border of the budget never pass it, and it agrees with what is below it.
 #[test]
-fn s5_57_budget_agrees_with_the_resource_below() {
+fn s1_51_s1_52_s5_57_budget_agrees_with_the_resource_below() {
     packed(|rig| {
         let limit = 4 * MIB as u64;
         let budget = Budget::new(asynchronous(rig), Some(limit));
@@ -218,12 +178,12 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                     let mut live = Vec::new();
                     for step in 0..200usize {
                         let size = 1 + (step * 7919 + number * 104_729) % (300 * KIB);
-                        match budget.allocate_block(&Request::new(size).tag(T), stream) {
+                        match ask(&budget, size, stream) {
                             Ok(block) => live.push(block),
                             Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
                         }
-                        assert!(budget.usage().unwrap().outstanding() <= limit);
-                        assert!(budget.get_ref().usage().unwrap().outstanding() <= limit);
+                        assert!(outstanding(&budget) <= limit);
+                        assert!(outstanding(budget.get_ref()) <= limit);
                         if step % 2 == 0 && !live.is_empty() {
                             budget
                                 .deallocate_block(live.swap_remove(step % live.len()))
@@ -239,16 +199,10 @@ fn s5_57_budget_agrees_with_the_resource_below() {
                 });
             }
         });
-        assert_eq!(
-            budget.usage().unwrap().outstanding(),
-            budget.get_ref().usage().unwrap().outstanding()
-        );
+        assert_eq!(outstanding(&budget), outstanding(budget.get_ref()));
         budget.reap().unwrap();
         assert_eq!(
-            (
-                budget.usage().unwrap().outstanding(),
-                budget.get_ref().usage().unwrap().outstanding()
-            ),
+            (outstanding(&budget), outstanding(budget.get_ref())),
             (0, 0)
         );
     });

@@ -162,7 +162,7 @@ fn hooks_may_own_what_they_look_after() {
         let held = DeviceBuffer::<u8>::uninit(&budget, MIB, &stream).unwrap();
         guard.add_relief_hook(ReliefHook::new("reserve", move |_| held.byte_len() as u64));
         assert!(guard.remove_relief_hook("reserve"));
-        assert_eq!(budget.usage().unwrap().outstanding(), 0);
+        assert_eq!(outstanding(&budget), 0);
     });
 }
 
@@ -181,7 +181,7 @@ fn finished_in_vain(
     allocated.record(&home).unwrap();
     other.wait(&allocated).unwrap();
     rig.stamp(id.ptr(), MIB, 1, &other);
-    sim.fail(FailPlan::call(call, refusal()).unwrap());
+    sim.fail(refusal(call));
     let finished = resource.finish_use(&id, &other, Access::Write);
     sim.clear_failures();
     resource.deallocate_block(block).unwrap();

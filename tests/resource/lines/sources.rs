@@ -1,7 +1,6 @@
 //! The direct and the async resource, and what runtimes are made of.
 
 use cualloc::Policy;
-use cualloc::Request;
 use cualloc::driver::{Stream, sys};
 use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::*;
@@ -20,7 +19,7 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         let stream = rig.stream();
         let direct = CudaMemory::new(&rig.context);
         let calls = rig.calls("cuMemAlloc_v2");
-        let zero = direct.allocate_block(&Request::new(0).tag(T), &stream);
+        let zero = ask(&direct, 0, &stream);
         assert!(matches!(
             zero,
             Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
@@ -56,7 +55,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let second = rig.driver.context(1).unwrap();
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
-            let wrong = resource.allocate_block(&Request::new(64).tag(T), &elsewhere);
+            let wrong = ask(&resource, 64, &elsewhere);
             assert!(
                 matches!(
                     wrong,
@@ -72,7 +71,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let driver = sim.driver().unwrap();
             let context = driver.context(0).unwrap();
             let foreign = Stream::new(&context).unwrap();
-            let refused = resource.allocate_block(&Request::new(64).tag(T), &foreign);
+            let refused = ask(&resource, 64, &foreign);
             assert!(
                 matches!(refused, Err(Error::Stream(StreamMisuse::ForeignDriver))),
                 "{refused:?}"
@@ -82,7 +81,7 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let same = AccessOrdered::new(Twice(rig.allocator(), Mutex::default()));
             let stream = rig.stream();
             let block = take(&same, 64, &stream);
-            let collision = same.allocate_block(&Request::new(64).tag(T), &stream);
+            let collision = ask(&same, 64, &stream);
             assert!(
                 matches!(collision, Err(Error::Overlap { new, old }) if new == old),
                 "{collision:?}"
@@ -161,7 +160,7 @@ fn lost_context_is_an_error() {
         let resource = asynchronous(rig);
         let stream = rig.stream();
         let block = take(&resource, 64, &stream);
-        sim.fail(FailPlan::call("cuEventRecord", code()).unwrap());
+        sim.fail(FailPlan::call("cuEventRecord", sys::CUresult::CUDA_ERROR_LAUNCH_FAILED).unwrap());
         let failure = resource.deallocate_block(block).unwrap_err();
         assert!(failure.error.driver_error().is_some_and(|e| e.is_fatal()));
         std::mem::forget(failure);
