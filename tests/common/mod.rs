@@ -11,6 +11,7 @@ pub mod hooked;
 pub mod interlude;
 #[cfg(feature = "sim")]
 pub mod lost;
+pub mod program;
 #[cfg(feature = "sim")]
 mod rig;
 pub mod rng;

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 use cualloc::driver::sys::*;
 use cualloc::sim::Report;
 
+use super::program::nth;
 use super::rng::Rng;
 use super::table::{Court, court, inside, nothing_inside, own};
 use super::world::{Done, Held, Kind, Lane, Who, World};
@@ -214,38 +215,38 @@ impl World {
 
     /// Another thread begins a capture inside one of the allocator's calls.
     pub fn capture_inside(&mut self, a: u32, b: u32, c: u32) {
-        const CALLS: &[&str] = &[
-            "cuEventRecord",
-            "cuEventRecord",
-            "cuStreamIsCapturing",
-            "cuStreamIsCapturing",
-            "cuStreamQuery",
-            "cuEventQuery",
-            "cuStreamWaitEvent",
-            "cuStreamGetId",
-            "cuMemCreate",
-            "cuMemUnmap",
-            "cuMemSetAccess",
-            "cuEventCreate",
-            "cuCtxSynchronize",
-        ];
+        const CALLS: &str = "
+            cuEventRecord cuEventRecord cuStreamIsCapturing cuStreamIsCapturing cuStreamQuery cuEventQuery
+            cuStreamWaitEvent cuStreamGetId cuMemCreate cuMemUnmap cuMemSetAccess cuEventCreate
+            cuCtxSynchronize
+        ";
         let Some(lane) = self.capturable(a) else {
             return;
         };
         self.captured = true;
-        self.helper();
         let (raw, mode) = (self.lanes[lane].raw, mode(b));
         let begun = Arc::clone(&self.begun);
-        let Some(helper) = self.helper.as_ref().and_then(|h| h.jobs.clone()) else {
+        self.helped_inside(nth(CALLS, c.into()), b, move || {
+            if begin(raw, mode) {
+                *begun.lock().unwrap() = Some(lane);
+            }
+        });
+    }
+
+    /// The other thread does something inside one of the allocator's calls.
+    fn helped_inside(
+        &mut self,
+        name: Option<&'static str>,
+        b: u32,
+        job: impl FnOnce() + Send + 'static,
+    ) {
+        let (Some(name), Some(helper)) = (name, self.helper().jobs.clone()) else {
             return;
         };
         let (told, done) = channel();
-        let name = CALLS[c as usize % CALLS.len()];
         inside(name, b.is_multiple_of(2), (b >> 8) % 4, move || {
             let job = move || {
-                if begin(raw, mode) {
-                    *begun.lock().unwrap() = Some(lane);
-                }
+                job();
                 let _ = told.send(());
             };
             if helper.send(Box::new(job)).is_ok() {
@@ -256,20 +257,10 @@ impl World {
 
     /// Another thread frees a block, or takes one, inside one of the allocator's calls.
     pub fn act_inside(&mut self, a: u32, b: u32, c: u32) {
-        const CALLS: &[&str] = &[
-            "cuEventRecord",
-            "cuStreamWaitEvent",
-            "cuMemCreate",
-            "cuMemMap",
-            "cuMemSetAccess",
-            "cuMemUnmap",
-            "cuMemRelease",
-            "cuMemAlloc_v2",
-            "cuMemFree_v2",
-            "cuEventQuery",
-            "cuStreamQuery",
-            "cuCtxSynchronize",
-        ];
+        const CALLS: &str = "
+            cuEventRecord cuStreamWaitEvent cuMemCreate cuMemMap cuMemSetAccess cuMemUnmap cuMemRelease
+            cuMemAlloc_v2 cuMemFree_v2 cuEventQuery cuStreamQuery cuCtxSynchronize
+        ";
         let fits = |h: &Held| {
             let plain = matches!(h.kind, Kind::Block(_)) && !h.orphan && h.due.is_none();
             plain && self.lanes[h.home].stream.is_some()
@@ -277,10 +268,6 @@ impl World {
         let some: Vec<usize> = (0..self.held.len())
             .filter(|&n| fits(&self.held[n]))
             .collect();
-        self.helper();
-        let Some(helper) = self.helper.as_ref().and_then(|h| h.jobs.clone()) else {
-            return;
-        };
         if some.is_empty() {
             return;
         }
@@ -299,45 +286,34 @@ impl World {
         let epoch = self.lanes[home].epoch;
         // The other thread has no context current, by which a default stream could be told.
         let number = self.number(slot, home);
-        let (told, done) = channel();
-        let name = CALLS[c as usize / 7 % CALLS.len()];
-        inside(name, b.is_multiple_of(2), (b >> 8) % 4, move || {
-            let job = move || {
-                let mut rng = Rng::new(u64::from(b));
-                let next = stash.lock().unwrap().pop();
-                if let Some(held) = next
-                    && let Kind::Block(block) = held.kind
-                {
-                    court().law().freed(held.ptr);
-                    drop(block);
-                }
-                let bytes = super::program::size(b, c, 16 << 20);
-                if rng.chance(60)
-                    && same
-                    && let Ok(block) = allocator.allocate(bytes, &stream)
-                {
-                    let court = court();
-                    let mut law = court.law();
-                    law.handed_out(block.ptr(), bytes as u64, number);
-                    drop(law);
-                    let (ptr, bytes) = (block.ptr(), bytes as u64);
-                    stash.lock().unwrap().push(Held {
-                        slot,
-                        orphan: false,
-                        ptr,
-                        bytes,
-                        home,
-                        epoch,
-                        last: home,
-                        recorded: Vec::new(),
-                        due: None,
-                        kind: Kind::Block(block),
-                    });
-                }
-                let _ = told.send(());
-            };
-            if helper.send(Box::new(job)).is_ok() {
-                let _ = done.recv();
+        self.helped_inside(nth(CALLS, u64::from(c / 7)), b, move || {
+            let mut rng = Rng::new(u64::from(b));
+            let next = stash.lock().unwrap().pop();
+            if let Some(held) = next
+                && let Kind::Block(block) = held.kind
+            {
+                court().law().freed(held.ptr);
+                drop(block);
+            }
+            let bytes = super::program::size(b, c, 16 << 20);
+            if rng.chance(60)
+                && same
+                && let Ok(block) = allocator.allocate(bytes, &stream)
+            {
+                let (ptr, bytes) = (block.ptr(), bytes as u64);
+                court().law().handed_out(ptr, bytes, number);
+                stash.lock().unwrap().push(Held {
+                    slot,
+                    orphan: false,
+                    ptr,
+                    bytes,
+                    home,
+                    epoch,
+                    last: home,
+                    recorded: Vec::new(),
+                    due: None,
+                    kind: Kind::Block(block),
+                });
             }
         });
     }

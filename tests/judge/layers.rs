@@ -237,49 +237,36 @@ impl World {
         let Kind::Layered(layered) = &self.held[index].kind else {
             return Ok(());
         };
+        // What comes next is ordered behind an operation that failed, or refused.
+        if matches!(
+            layered,
+            Layered::Buffer(_) | Layered::Pooled(_) | Layered::Legacy(_) | Layered::Versioned(_)
+        ) {
+            return Ok(());
+        }
+        if let Layered::Resource(block, ordered) = layered
+            && ordered
+                .prepare_use(&block.id(), &stream, Access::Write)
+                .is_err()
+        {
+            return Ok(());
+        }
+        if !self.work_on(lane, ptr, bytes, rng.next()) {
+            return Ok(());
+        }
+        self.before_call(slot, lane);
         let recorded = match layered {
             Layered::Resource(block, ordered) => {
-                let id = block.id();
-                if ordered.prepare_use(&id, &stream, Access::Write).is_err() {
-                    return Ok(());
-                }
-                if !self.work_on(lane, ptr, bytes, rng.next()) {
-                    return Ok(());
-                }
-                self.before_call(slot, lane);
-                ordered.finish_use(&id, &stream, Access::Write).is_ok()
+                ordered.finish_use(&block.id(), &stream, Access::Write)
             }
-            Layered::Lease(lease) => {
-                if !self.work_on(lane, ptr, bytes, rng.next()) {
-                    return Ok(());
-                }
-                self.before_call(slot, lane);
-                match rng.chance(50) {
-                    true => lease.record_use(&stream).is_ok(),
-                    false => lease.record_stream(&stream).is_ok(),
-                }
+            Layered::Column(column) => column.record_stream(&stream),
+            Layered::Lease(block) | Layered::Native(block) if rng.chance(50) => {
+                block.record_use(&stream)
             }
-            Layered::Column(column) => {
-                if !self.work_on(lane, ptr, bytes, rng.next()) {
-                    return Ok(());
-                }
-                self.before_call(slot, lane);
-                column.record_stream(&stream).is_ok()
-            }
-            Layered::Native(block) => {
-                if !self.work_on(lane, ptr, bytes, rng.next()) {
-                    return Ok(());
-                }
-                self.before_call(slot, lane);
-                match rng.chance(50) {
-                    true => block.record_use(&stream).is_ok(),
-                    false => block.record_stream(&stream).is_ok(),
-                }
-            }
-            // What comes next is ordered behind an operation that failed, or refused.
+            Layered::Lease(block) | Layered::Native(block) => block.record_stream(&stream),
             _ => return Ok(()),
         };
-        if !recorded {
+        if recorded.is_err() {
             self.wait_for(lane);
         }
         self.held[index].last = lane;

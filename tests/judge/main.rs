@@ -1,10 +1,10 @@
 //! The judge: random programs against an oracle that knows only the driver calls.
 //!
-//! It was written apart from `tests/oracle` and shares only random numbers and the shrinking of programs with it. It sits in
-//! the function table between allocator and driver and keeps vector clocks of streams, events and what the host has
-//! observed, with the implicit order between legacy and blocking streams. `cuMemFree`, `cuMemFreeHost`, `cuMemHostAlloc`
-//! and the loading of modules order nothing for it. It follows physical bytes through every mapping. The program tells it
-//! only which blocks were handed out, recorded, freed or guarded, what was suspended, and which graphs use a pool. It reports
+//! It sits in the function table between allocator and driver and keeps vector clocks of streams, events and what the
+//! host has observed, with the implicit order between legacy and blocking streams. `cuMemFree`, `cuMemFreeHost`,
+//! `cuMemHostAlloc` and the loading of modules order nothing for it. It follows physical bytes through every mapping. The
+//! program tells it only which blocks were handed out, recorded, freed or guarded, what was suspended, and which graphs use
+//! a pool; other programs with random steps use it too. It reports
 //!
 //! - a block that overlaps a live or guarded one in physical bytes, or is not mapped and accessible as a whole;
 //! - a block whose bytes were used before, unless that use precedes the next work on the block's stream or the host has
@@ -39,6 +39,8 @@ mod captures;
 #[path = "../common/mod.rs"]
 mod common;
 mod complaints;
+// Other programs use more of it.
+#[allow(dead_code)]
 mod court;
 mod end;
 mod graphs;

@@ -1,5 +1,4 @@
-//! Programs from a seed: plain steps, whose numbers are read modulo what there is, so that any part of a
-//! program is a program.
+//! Programs from a seed.
 
 use cualloc::Policy;
 use cualloc::allocator::Waits;
@@ -55,13 +54,7 @@ pub enum Act {
     Drop,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub struct Step {
-    pub act: Act,
-    pub a: u32,
-    pub b: u32,
-    pub c: u32,
-}
+pub type Step = super::common::program::Step<Act>;
 
 /// What a program has.
 #[derive(Clone, Debug)]
@@ -115,7 +108,7 @@ pub struct Profile {
     /// Of all programs, in parts of 1000.
     pub share: u64,
     pub steps: usize,
-    pub acts: &'static [(Act, u32)],
+    pub acts: &'static [&'static [(Act, u32)]],
     pub streams: (u64, u64),
     pub tight: bool,
     pub faults: Faults,
@@ -128,83 +121,27 @@ pub struct Profile {
 }
 
 /// What fails in turn: every call that the allocator, or what stands on it, makes once it is there.
-pub const FAILING: &[&str] = &[
-    "cuStreamWaitEvent",
-    "cuEventRecord",
-    "cuEventCreate",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuEventDestroy_v2",
-    "cuMemCreate",
-    "cuMemMap",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuMemRelease",
-    "cuMemAddressReserve",
-    "cuMemAddressFree",
-    "cuMemAlloc_v2",
-    "cuMemFree_v2",
-    "cuMemGetInfo_v2",
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuCtxSynchronize",
-    "cuCtxGetDevice",
-    "cuCtxGetId",
-    "cuStreamGetId",
-    "cuStreamGetCtx",
-    "cuStreamGetDevice",
-    "cuStreamIsCapturing",
-    "cuStreamQuery",
-    "cuStreamSynchronize",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuMemsetD8Async",
-    "cuMemsetD32Async",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyDtoDAsync_v2",
-    "cuLaunchKernel",
-    "cuModuleLoadData",
-    "cuModuleUnload",
-    "cuModuleGetFunction",
-    "cuMemGetAllocationGranularity",
-    "cuMemRetainAllocationHandle",
-    "cuPointerGetAttribute",
-    "cuMemHostAlloc",
-    "cuMemFreeHost",
-    "cuStreamCreateWithPriority",
-    "cuStreamGetCaptureInfo_v2",
-    "cuMemAllocFromPoolAsync",
-    "cuMemFreeAsync",
-    "cuMemPoolCreate",
-    "cuMemPoolDestroy",
-    "cuMemPoolTrimTo",
-    "cuMemPoolSetAttribute",
-    "cuMemPoolGetAttribute",
-    "cuMemPoolExportToShareableHandle",
-    "cuMemPoolImportFromShareableHandle",
-    "cuMemPoolExportPointer",
-    "cuMemExportToShareableHandle",
-    "cuMemImportFromShareableHandle",
-    "cuMemGetAllocationPropertiesFromHandle",
-];
+const FAILING: &str = "
+    cuStreamWaitEvent cuEventRecord cuEventCreate cuEventQuery cuEventSynchronize cuEventDestroy_v2
+    cuMemCreate cuMemMap cuMemSetAccess cuMemUnmap cuMemRelease cuMemAddressReserve cuMemAddressFree
+    cuMemAlloc_v2 cuMemFree_v2 cuMemGetInfo_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize
+    cuCtxGetDevice cuCtxGetId cuStreamGetId cuStreamGetCtx cuStreamGetDevice cuStreamIsCapturing
+    cuStreamQuery cuStreamSynchronize cuStreamCreate cuStreamDestroy_v2 cuThreadExchangeStreamCaptureMode
+    cuMemsetD8Async cuMemsetD32Async cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyDtoDAsync_v2
+    cuLaunchKernel cuModuleLoadData cuModuleUnload cuModuleGetFunction cuMemGetAllocationGranularity
+    cuMemRetainAllocationHandle cuPointerGetAttribute cuMemHostAlloc cuMemFreeHost
+    cuStreamCreateWithPriority cuStreamGetCaptureInfo_v2 cuMemAllocFromPoolAsync cuMemFreeAsync
+    cuMemPoolCreate cuMemPoolDestroy cuMemPoolTrimTo cuMemPoolSetAttribute cuMemPoolGetAttribute
+    cuMemPoolExportToShareableHandle cuMemPoolImportFromShareableHandle cuMemPoolExportPointer
+    cuMemExportToShareableHandle cuMemImportFromShareableHandle cuMemGetAllocationPropertiesFromHandle
+";
 
 /// The calls that may find a handle invalid, most often what another stream waits for.
-const HANDLES: &[&str] = &[
-    "cuStreamWaitEvent",
-    "cuEventQuery",
-    "cuStreamWaitEvent",
-    "cuEventSynchronize",
-    "cuStreamWaitEvent",
-    "cuEventRecord",
-    "cuStreamWaitEvent",
-    "cuCtxSynchronize",
-    "cuStreamWaitEvent",
-    "cuCtxSetCurrent",
-    "cuStreamWaitEvent",
-    "cuStreamIsCapturing",
-];
+const HANDLES: &str = "
+    cuStreamWaitEvent cuEventQuery cuStreamWaitEvent cuEventSynchronize cuStreamWaitEvent cuEventRecord
+    cuStreamWaitEvent cuCtxSynchronize cuStreamWaitEvent cuCtxSetCurrent cuStreamWaitEvent
+    cuStreamIsCapturing
+";
 
 const CODES: &[CUresult] = &[
     CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -213,6 +150,12 @@ const CODES: &[CUresult] = &[
     CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
     CUresult::CUDA_ERROR_NOT_SUPPORTED,
 ];
+
+/// A name of a list, which begins again after its end.
+pub fn nth(list: &'static str, number: u64) -> Option<&'static str> {
+    let count = list.split_whitespace().count() as u64;
+    list.split_whitespace().nth((number % count) as usize)
+}
 
 /// The program of a number.
 pub fn generate(
@@ -228,15 +171,9 @@ pub fn generate(
     let fault = match profile.faults {
         Faults::None => None,
         Faults::One(name) => Some(name),
-        Faults::Turns => {
-            let list = if profile.graphs {
-                graphs::FAILING
-            } else {
-                FAILING
-            };
-            Some(list[(number % list.len() as u64) as usize])
-        }
-        Faults::Handles => Some(HANDLES[(number % HANDLES.len() as u64) as usize]),
+        Faults::Turns if profile.graphs => nth(graphs::FAILING, number),
+        Faults::Turns => nth(FAILING, number),
+        Faults::Handles => nth(HANDLES, number),
     };
     let permille = match profile.faults {
         Faults::One(_) => rng.pick(&[200, 400, 400]),
@@ -303,19 +240,12 @@ pub fn generate(
         mixed: !without("mixed"),
         tight: profile.tight,
     };
-    let total: u32 = profile.acts.iter().map(|(_, weight)| weight).sum();
+    let acts = profile.acts.concat();
     let mut steps = Vec::with_capacity(profile.steps);
     while steps.len() < profile.steps {
-        let mut at = rng.below(total.into()) as u32;
-        let act = profile.acts.iter().find(|(_, weight)| {
-            let here = at < *weight;
-            at = at.wrapping_sub(*weight);
-            here
-        });
-        let Some(&(act, _)) = act else { continue };
-        let (a, b, c) = (rng.next() as u32, rng.next() as u32, rng.next() as u32);
-        if !without(&format!("{act:?}")) {
-            steps.push(Step { act, a, b, c });
+        let step = Step::draw(&acts, &mut rng);
+        if !without(&format!("{:?}", step.act)) {
+            steps.push(step);
         }
     }
     (setup, steps)

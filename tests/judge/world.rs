@@ -390,8 +390,7 @@ impl World {
     // ---- steps -----------------------------------------------------------------------------
 
     pub fn step(&mut self, step: Step) -> Done {
-        let Step { act, a, b, c } = step;
-        let mut rng = Rng::new(u64::from(a) << 32 ^ u64::from(b) << 11 ^ u64::from(c));
+        let (Step { act, a, b, c }, mut rng) = (step, step.rng());
         self.notice_begun();
         match act {
             Act::Work => self.work(a, &mut rng),

@@ -1,9 +1,8 @@
 //! Random programs against an independent model: no two live or pending blocks overlap under any
 //! legal completion order, and the heap is those of the model after each step.
 //!
-//! A program is plain data made from a seed. One that fails is shrunk and printed as the lines of a
-//! test; the shadow at the function table ([`shadow`]) is the model's only source on the order of
-//! streams.
+//! A program is plain data made from a seed; one that fails is shrunk and printed. The judge's law at the function
+//! table is the model's only source on the order of streams.
 //!
 //! More of it, with other programs each time:
 //!
@@ -13,24 +12,25 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+// Other programs use more of it.
+#[allow(dead_code)]
+#[path = "../judge/court/mod.rs"]
+mod court;
 mod machine;
 mod program;
-mod random;
-mod shadow;
-mod shrink;
 
 use std::time::Instant;
 
-use common::{lost, rng};
+use common::rng;
+use common::shrink::shrink;
 use cualloc::Policy;
 use cualloc::sim::Mode;
-use program::{Bad, Op, Setup, Tuning, Want};
-use random::{filling, general, repeating};
-use shrink::{attempt, print, smallest};
+use machine::{Done, Machine, attempt};
+use program::{Bad, Setup, Step, Want, filling, general, repeating};
 
 const LENGTH: usize = 2000;
 /// Operations in all, unless the environment asks for more.
-const OPERATIONS: u64 = 2_400_000;
+const OPERATIONS: u64 = 1_600_000;
 const CHECK_EVERY: usize = 50;
 /// From so many steps on, what random programs are to contain is asked for. Most of them have no fault at
 /// all, so that a few may well lack one.
@@ -44,7 +44,7 @@ fn setting(name: &str, default: u64) -> u64 {
 }
 
 /// Makes the program of a seed.
-type Generator = fn(u64, Policy, usize) -> (Setup, Vec<Op>);
+type Generator = fn(u64, Policy, usize) -> (Setup, Vec<Step>);
 
 /// Programs share nothing, so a long run is spread over so many threads.
 fn workers(total: u64) -> u64 {
@@ -95,21 +95,21 @@ fn judge_some(
 ) -> machine::Summary {
     let mut sums = machine::Summary::default();
     for program in programs {
-        let (setup, ops) = generate(program, policy, LENGTH);
-        match attempt(&setup, &ops, CHECK_EVERY) {
-            Ok(summary) => sums.add(&summary),
-            Err(found) => {
-                eprintln!(
-                    "program {program:#x} fails at step {}: {}",
-                    found.step, found.what
-                );
-                let (small, failure) = smallest(&setup, &ops, found, CHECK_EVERY);
-                panic!(
-                    "program {program:#x} of {policy:?}:\n{}",
-                    print(&setup, &small, &failure)
-                );
+        let (setup, steps) = generate(program, policy, LENGTH);
+        let step = |machine: &mut Machine<'_>, step: &Step| machine.step(step);
+        let run = |steps: &[Step]| attempt(&setup, steps, step, CHECK_EVERY);
+        let first = match run(&steps) {
+            Ok(summary) => {
+                sums.add(&summary);
+                continue;
             }
-        }
+            Err(failure) => failure,
+        };
+        let what = format!("program {program:#x} of {policy:?}");
+        eprintln!("{what} fails at step {}: {}", first.step, first.what);
+        let again = |steps: &[Step]| run(steps).map(drop);
+        let (small, failure) = shrink(&steps, first, again, |_| Vec::new());
+        panic!("{what}: {}\n{setup:?}\n{small:#?}", failure.what);
     }
     sums
 }
@@ -155,55 +155,42 @@ fn r34_classic_programs_in_loops_agree_with_the_model() {
     judge(Policy::Classic, repeating, 40);
 }
 
+/// A call of a program that failed once.
+type Call = fn(&mut Machine<'_>) -> Done;
+
 /// Runs a program that failed once.
-fn replay(setup: Setup, ops: &[Op]) {
-    if let Err(failure) = attempt(&setup, ops, 1) {
+fn replay(setup: Setup, calls: &[Call]) {
+    let made = attempt(&setup, calls, |machine, call| call(machine), 1);
+    if let Err(failure) = made {
         panic!("step {}: {}", failure.step, failure.what);
     }
 }
 
-fn plain(policy: Policy) -> Setup {
-    Setup {
-        policy,
-        mode: Mode::Manual,
-        executed: false,
-        memory: 64 << 30,
-        limit: None,
-        stream_ids: true,
-        legacy: false,
-        per_thread: false,
-        tuning: Tuning::default(),
-    }
-}
-
-const fn alloc(stream: u8, bytes: usize) -> Op {
-    Op::Alloc(Want::of(stream, bytes))
-}
-
-const fn raw(stream: u8, bytes: usize) -> Op {
-    Op::Alloc(Want {
+const fn raw(stream: u32, bytes: usize) -> Want {
+    Want {
         raw: true,
         ..Want::of(stream, bytes)
-    })
+    }
 }
 
 /// An aligned start beyond the first pieces of a run.
 #[test]
 fn an_aligned_block_may_begin_beyond_the_first_piece() {
-    let ops = [
-        raw(0, 20),
-        Op::Free { block: 0 },
-        Op::NewStream { raw: false },
-        alloc(1, 512),
-        raw(0, 512),
-        Op::Free { block: 1 },
-        Op::Alloc(Want {
-            align: 17,
-            raw: true,
-            ..Want::of(0, 59)
-        }),
+    let calls: [Call; 7] = [
+        |m| m.allocate(raw(0, 20)),
+        |m| m.free(0, false),
+        |m| m.new_stream(false),
+        |m| m.allocate(Want::of(1, 512)),
+        |m| m.allocate(raw(0, 512)),
+        |m| m.free(1, false),
+        |m| {
+            m.allocate(Want {
+                align: 17,
+                ..raw(0, 59)
+            })
+        },
     ];
-    replay(plain(Policy::Classic), &ops);
+    replay(Setup::plain(Policy::Classic), &calls);
 }
 
 /// No more idle memory has to go than the driver lacks.
@@ -211,16 +198,16 @@ fn an_aligned_block_may_begin_beyond_the_first_piece() {
 fn idle_memory_and_what_the_driver_has_left_add_up() {
     let setup = Setup {
         memory: 392_838_640,
-        ..plain(Policy::Classic)
+        ..Setup::plain(Policy::Classic)
     };
-    let ops = [
-        alloc(0, 8 << 20),
-        Op::Taken { bytes: 292_687_226 },
-        alloc(0, 16 << 20),
-        Op::Free { block: 1 },
-        alloc(0, 64 << 20),
+    let calls: [Call; 5] = [
+        |m| m.allocate(Want::of(0, 8 << 20)),
+        |m| m.take_memory(292_687_226),
+        |m| m.allocate(Want::of(0, 16 << 20)),
+        |m| m.free(1, false),
+        |m| m.allocate(Want::of(0, 64 << 20)),
     ];
-    replay(setup, &ops);
+    replay(setup, &calls);
 }
 
 /// A page that waited for another stream is given back when that is done.
@@ -229,47 +216,35 @@ fn a_page_that_becomes_whole_late_is_no_reason_to_fail() {
     let setup = Setup {
         memory: 524_228_577,
         per_thread: true,
-        ..plain(Policy::Packed)
+        ..Setup::plain(Policy::Packed)
     };
-    let ops = [
-        Op::Taken { bytes: 521_563_563 },
-        alloc(1, 512),
-        alloc(0, 3),
-        Op::Free { block: 0 },
-        alloc(1, 23),
-        Op::Free { block: 0 },
-        Op::RecordStream {
-            block: 0,
-            stream: 0,
-            inside: false,
-        },
-        Op::Free { block: 0 },
-        alloc(1, 131_072),
+    let calls: [Call; 9] = [
+        |m| m.take_memory(521_563_563),
+        |m| m.allocate(Want::of(1, 512)),
+        |m| m.allocate(Want::of(0, 3)),
+        |m| m.free(0, false),
+        |m| m.allocate(Want::of(1, 23)),
+        |m| m.free(0, false),
+        |m| m.record_stream(0, 0, false),
+        |m| m.free(0, false),
+        |m| m.allocate(Want::of(1, 131_072)),
     ];
-    replay(setup, &ops);
+    replay(setup, &calls);
 }
 
 /// The last marker of a stream covers what was freed inside its pages.
 #[test]
 fn small_blocks_of_a_retired_stream_stay_pending() {
-    let ops = [
-        Op::NewStream { raw: false },
-        alloc(0, 60 << 10),
-        Op::Use {
-            block: 0,
-            on: 0,
-            write: true,
-        },
-        Op::Free { block: 0 },
-        Op::Retire { stream: 0 },
-        alloc(0, 60 << 10),
-        Op::Use {
-            block: 0,
-            on: 0,
-            write: true,
-        },
+    let calls: [Call; 7] = [
+        |m| m.new_stream(false),
+        |m| m.allocate(Want::of(0, 60 << 10)),
+        |m| m.use_block(0, 0, true),
+        |m| m.free(0, false),
+        |m| m.leave(0, true),
+        |m| m.allocate(Want::of(0, 60 << 10)),
+        |m| m.use_block(0, 0, true),
     ];
-    replay(plain(Policy::Packed), &ops);
+    replay(Setup::plain(Policy::Packed), &calls);
 }
 
 /// What a stream was seen done with on the way to a failure is given back before it.
@@ -278,45 +253,36 @@ fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
     let setup = Setup {
         mode: Mode::Lag(3),
         limit: Some(51 << 20),
-        ..plain(Policy::Packed)
+        ..Setup::plain(Policy::Packed)
     };
-    let ops = [
-        Op::NewStream { raw: false },
-        alloc(5, 1 << 20),
-        alloc(0, 182),
-        Op::Free { block: 162 },
-        Op::RecordStream {
-            block: 11_659,
-            stream: 207,
-            inside: false,
-        },
-        Op::Free { block: 4 },
-        raw(2, 27_070_035),
-        alloc(5, 23_924_913),
+    let calls: [Call; 8] = [
+        |m| m.new_stream(false),
+        |m| m.allocate(Want::of(1, 1 << 20)),
+        |m| m.allocate(Want::of(0, 182)),
+        |m| m.free(0, false),
+        |m| m.record_stream(0, 1, false),
+        |m| m.free(0, false),
+        |m| m.allocate(raw(0, 27_070_035)),
+        |m| m.allocate(Want::of(1, 23_924_913)),
     ];
-    replay(setup, &ops);
+    replay(setup, &calls);
 }
 
 /// A refused call beside a large block that nobody holds and that stays with its stream cache.
 #[test]
 fn refused_calls_beside_a_large_cache_change_nothing() {
-    let bad = |kind| Op::FreeBad { block: 0, kind };
-    let absurd = Op::Absurd {
-        stream: 0,
-        bytes: usize::MAX,
-        alignment: 1,
-    };
-    let pair = [alloc(0, 2 << 20), Op::Free { block: 1 }];
-    for refused in [
-        absurd,
-        bad(Bad::Foreign),
-        bad(Bad::Interior),
-        bad(Bad::Double),
-    ] {
-        let mut ops = vec![alloc(0, 512)];
-        ops.extend(pair.repeat(3));
-        ops.push(refused);
-        replay(plain(Policy::Packed), &ops);
+    let pair: [Call; 2] = [|m| m.allocate(Want::of(0, 2 << 20)), |m| m.free(1, false)];
+    let refused: [Call; 4] = [
+        |m| m.absurd(0, usize::MAX, 1),
+        |m| m.free_bad(0, Bad::Foreign),
+        |m| m.free_bad(0, Bad::Interior),
+        |m| m.free_bad(0, Bad::Double),
+    ];
+    for refused in refused {
+        let mut calls: Vec<Call> = vec![|m| m.allocate(Want::of(0, 512))];
+        calls.extend(pair.repeat(3));
+        calls.push(refused);
+        replay(Setup::plain(Policy::Packed), &calls);
     }
 }
 
@@ -324,17 +290,12 @@ fn refused_calls_beside_a_large_cache_change_nothing() {
 /// takes it.
 #[test]
 fn a_block_in_a_large_cache_outlives_its_raw_stream() {
-    let again = Op::Again {
-        stream: 1,
-        bytes: 2 << 20,
-        times: 3,
-    };
-    let ops = [
-        alloc(0, 512),
-        Op::NewStream { raw: true },
-        again,
-        Op::Leave { stream: 1 },
-        alloc(0, 131_072),
+    let calls: [Call; 5] = [
+        |m| m.allocate(Want::of(0, 512)),
+        |m| m.new_stream(true),
+        |m| m.again(1, 2 << 20, 3),
+        |m| m.leave(1, false),
+        |m| m.allocate(Want::of(0, 131_072)),
     ];
-    replay(plain(Policy::Packed), &ops);
+    replay(Setup::plain(Policy::Packed), &calls);
 }

@@ -13,6 +13,7 @@ mod captures;
 mod claims;
 mod graphs;
 mod memory;
+mod positions;
 mod sheet;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -78,6 +79,8 @@ struct Mapping {
     accessible: bool,
     /// One of `cuMemAlloc`.
     plain: bool,
+    /// Its memory was mapped elsewhere before: a second layout.
+    view: bool,
 }
 
 /// Physical memory of a handle.
@@ -106,6 +109,7 @@ pub struct Block {
 /// Each memory has its own numbers of bytes, from a multiple of this on.
 const SPAN: u64 = 1 << 40;
 
+#[derive(Default)]
 pub struct Law {
     real: CuFunctions,
     lanes: Vec<Lane>,
@@ -144,6 +148,8 @@ pub struct Law {
     occupied: BTreeMap<u64, (u64, u64)>,
     guards: Vec<(u64, Block)>,
     verdicts: Vec<String>,
+    /// Mappings in views that were taken away.
+    pub views_unmapped: u64,
     /// Handed out so far.
     pub blocks: u64,
     /// What the classic policy once rested on: `cuMemFree` of a segment under work.
@@ -154,35 +160,7 @@ impl Law {
     pub fn new(real: CuFunctions) -> Law {
         Law {
             real,
-            lanes: Vec::new(),
-            by_handle: HashMap::new(),
-            defaults: HashMap::new(),
-            events: HashMap::new(),
-            count: 0,
-            captures: HashMap::new(),
-            graphs: HashMap::new(),
-            execs: HashMap::new(),
-            objects: HashMap::new(),
-            claims: BTreeMap::new(),
-            asleep: HashSet::new(),
-            homes: Vec::new(),
-            layout: 0,
-            seen: Clock::new(),
-            mappings: BTreeMap::new(),
-            handles: HashMap::new(),
-            memories: 0,
-            kernels: HashSet::new(),
-            used: Ranges::default(),
-            used_at: Ranges::default(),
-            launched: Ranges::default(),
-            launched_at: Ranges::default(),
-            owners: HashMap::new(),
-            live: BTreeMap::new(),
-            occupied: BTreeMap::new(),
-            guards: Vec::new(),
-            verdicts: Vec::new(),
-            blocks: 0,
-            frees_may_wait: false,
+            ..Law::default()
         }
     }
 

@@ -46,7 +46,7 @@ impl Ranges {
             }
             at = piece.end;
             match piece.uses.iter_mut().find(|(other, _)| *other == stream) {
-                Some(last) => last.1 = position,
+                Some(last) => last.1 = last.1.max(position),
                 None => piece.uses.push((stream, position)),
             }
         }

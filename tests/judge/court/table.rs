@@ -16,7 +16,7 @@ use cualloc::sim::Leaks;
 use super::law::{Law, Request};
 use crate::common::{lost, rng::Rng};
 
-/// One call name that fails now and then.
+/// Calls of a name, or of any if it is empty, that fail now and then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     pub name: &'static str,
@@ -114,12 +114,19 @@ impl Court {
             let seed = self.dice.fetch_add(1, Ordering::Relaxed);
             Rng::new(seed.wrapping_mul(0x5851_f42d_4c95_7f2d)).below(1000)
         };
-        if fault.name != name || chance() >= fault.permille {
+        let hit = fault.name.is_empty() || fault.name == name;
+        if !hit || chance() >= fault.permille {
             return None;
         }
         self.failed.fetch_add(1, Ordering::Relaxed);
         lost::count(&mut locked(&self.lost), name, fault.executed);
         Some(fault)
+    }
+
+    /// How much memory faults may have left behind.
+    pub fn lost_memory(&self) -> usize {
+        let lost = locked(&self.lost);
+        lost.handles + lost.allocations
     }
 
     /// What exists in the end and is no consequence of faults.

@@ -5,9 +5,9 @@ use cualloc::driver::Stream;
 use cualloc::error::InvalidArgument;
 use cualloc::{Block, Error, Policy};
 
-use super::{Handle, Held, Machine, Step, text};
+use super::{Done, Handle, Held, Machine, text};
+use crate::court::table::Court;
 use crate::program::{Bad, Want};
-use crate::shadow::shadow;
 
 impl Machine<'_> {
     fn obtain(
@@ -48,9 +48,9 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn allocate(&mut self, want: Want) -> Step {
+    pub fn allocate(&mut self, want: Want) -> Done {
         let Want { bytes, raw, .. } = want;
-        let (at, align) = (self.lane(want.stream), 1usize << (want.align % 22));
+        let (at, align) = (self.lane(want.stream), 1usize << want.align);
         let owned = matches!(self.lanes[at].handle, Handle::Owned(_));
         // The entry points by handle alone know no alignment.
         let align = if owned || (!raw && self.setup.stream_ids) {
@@ -72,7 +72,7 @@ impl Machine<'_> {
         (ptr, block): (u64, Option<Block>),
         bytes: usize,
         align: usize,
-    ) -> Step {
+    ) -> Done {
         self.lanes[at].kept |= matches!(self.lanes[at].handle, Handle::Owned(_));
         let told = block.as_ref().map(Block::size);
         // Who asks by an address takes a large block out of the large-block cache of its stream cache: not for
@@ -92,10 +92,11 @@ impl Machine<'_> {
         }
         self.late(Some((ptr, ptr + size)));
         let owner = self.lanes[at].number;
-        let (view, writer) = shadow(|s| {
-            let view = s.handed_out(ptr, size, owner)?;
-            Ok::<_, String>((view, s.position(owner)))
-        })?;
+        let mut law = self.court.law();
+        law.handed_out(ptr, size, owner);
+        law.take_verdict().map_or(Ok(()), Err)?;
+        let (view, writer) = (law.in_view(ptr), law.position(owner));
+        drop(law);
         self.in_views += u64::from(view);
         self.summary.in_views += u64::from(view);
         self.blocks.push(Held {
@@ -119,7 +120,7 @@ impl Machine<'_> {
     }
 
     /// Whether a refused allocation was right to be.
-    pub(super) fn refused(&mut self, error: Error, bytes: u64, align: u64, stitched: bool) -> Step {
+    pub(super) fn refused(&mut self, error: Error, bytes: u64, align: u64, stitched: bool) -> Done {
         if self.armed && matches!(error, Error::OutOfMemory(_) | Error::Driver(_)) {
             return Ok(());
         }
@@ -138,8 +139,8 @@ impl Machine<'_> {
         // What small blocks need is made by giving other memory back, which a view in use prevents;
         // larger ones may be stitched of it.
         let small = self.setup.policy == Policy::Packed && span <= 64 << 10;
-        let idle = shadow(|s| s.idle_bytes(small || !stitched));
-        let idle = idle.saturating_sub(self.other.cached());
+        let idle = self.court.law().idle_bytes(small || !stitched);
+        let idle = idle.saturating_sub(self.other.cached() + self.lost);
         if small && oom.largest_free >= span {
             return Err(format!("{oom} although an extent is large enough"));
         }
@@ -161,7 +162,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    pub(super) fn absurd(&mut self, stream: u8, bytes: usize, alignment: usize) -> Step {
+    pub fn absurd(&mut self, stream: u32, bytes: usize, alignment: usize) -> Done {
         let Handle::Owned(stream) = &self.lanes[self.lane(stream)].handle else {
             return Ok(());
         };
@@ -181,15 +182,14 @@ impl Machine<'_> {
         Ok(())
     }
 
-    pub(super) fn reserve(&mut self, stream: u8, bytes: usize) -> Step {
+    pub(super) fn reserve(&mut self, stream: u32, bytes: usize) -> Done {
         let at = self.lane(stream);
         let Handle::Owned(stream) = &self.lanes[at].handle else {
             return Ok(());
         };
-        // Its own block would be freed later if a fault hit the free.
-        self.sim.clear_failures();
-        self.armed = false;
         let stream = stream.clone();
+        // Its own block would be freed later if a fault hit the free.
+        self.mend();
         match self.alloc.reserve(bytes, &stream) {
             Ok(()) => {
                 self.late(None);
@@ -201,7 +201,7 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn free(&mut self, pick: u16, drop_it: bool) -> Step {
+    pub fn free(&mut self, pick: u32, drop_it: bool) -> Done {
         let Some(at) = self.block(pick) else {
             return Ok(());
         };
@@ -211,11 +211,11 @@ impl Machine<'_> {
                 drop(block);
                 if self.armed && self.alloc.usable_size(held.ptr).is_some() {
                     // The program is done with it, whenever the allocator is.
-                    held.until = Some(shadow(|s| s.position(held.owner)));
+                    held.until = Some(self.position(held.owner));
                     for (stream, until) in &mut held.recorded {
-                        until.get_or_insert_with(|| shadow(|s| s.position(*stream)));
+                        until.get_or_insert_with(|| self.position(*stream));
                     }
-                    leave(&held);
+                    leave(&self.court, &held);
                     self.deferred.push(held);
                     return Ok(());
                 }
@@ -265,7 +265,7 @@ impl Machine<'_> {
     fn gone(&mut self, held: &Held) {
         self.settle(held);
         if held.until.is_none() {
-            leave(held);
+            leave(&self.court, held);
         }
     }
 
@@ -278,24 +278,23 @@ impl Machine<'_> {
     }
 
     /// Takes a block, uses it and gives it back, so many times.
-    pub(super) fn again(&mut self, stream: u8, bytes: usize, times: u8) -> Step {
+    pub fn again(&mut self, stream: u32, bytes: usize, times: u64) -> Done {
         for _ in 0..=times {
             let before = self.blocks.len();
             self.allocate(Want::of(stream, bytes))?;
             let Some(last) = self.blocks.len().checked_sub(1).filter(|at| *at == before) else {
                 return Ok(());
             };
-            let last = last as u16;
-            self.use_block(last, 0, true)?;
-            self.free(last, true)?;
+            self.use_block(last as u32, 0, true)?;
+            self.free(last as u32, true)?;
         }
         Ok(())
     }
 
-    pub(super) fn free_bad(&mut self, pick: u16, kind: Bad) -> Step {
+    pub fn free_bad(&mut self, pick: u32, kind: Bad) -> Done {
         let live = |ptr: u64| self.any_held(|held| held.ptr == ptr);
         let ptr = match kind {
-            Bad::Foreign => 0x1000 + u64::from(pick) * 8,
+            Bad::Foreign => 0x1000 + u64::from(pick % 65_536) * 8,
             Bad::Interior => match self.block(pick) {
                 Some(at) => self.blocks[at].ptr + 1 + u64::from(pick) % (self.blocks[at].size - 1),
                 None => return Ok(()),
@@ -321,14 +320,10 @@ impl Machine<'_> {
 }
 
 /// The program is done with a block.
-pub(super) fn leave(held: &Held) {
-    shadow(|s| {
-        let mut uses = vec![held.until.unwrap_or_else(|| s.position(held.owner))];
-        uses.extend(
-            held.recorded
-                .iter()
-                .map(|(stream, until)| until.unwrap_or_else(|| s.position(*stream))),
-        );
-        s.freed(held.ptr, uses);
-    });
+pub(super) fn leave(court: &Court, held: &Held) {
+    let mut law = court.law();
+    let mut uses = vec![held.until.unwrap_or_else(|| law.position(held.owner))];
+    let recorded = held.recorded.iter();
+    uses.extend(recorded.map(|(stream, until)| until.unwrap_or_else(|| law.position(*stream))));
+    law.freed_after(held.ptr, &uses);
 }

@@ -14,13 +14,14 @@ use std::sync::Arc;
 use cualloc::allocator::{BlockState, Profile, SegmentInfo};
 use cualloc::driver::{Context, Driver, DriverError, Entered, Event, sys};
 use cualloc::error::StreamMisuse;
-use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
+use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy, Stats};
 
-use super::common::shrink::Failure;
-use super::lost;
-use super::program::{CALLS, Op, Setup};
-use super::shadow::{Position, install, shadow};
+use super::common::shrink::{Failure, guarded};
+use super::court::ranges::Position;
+use super::court::table::{Court, Fault, install, own};
+use super::program::{Act, Bad, Relief, Setup, Step, failing};
+use super::rng::Rng;
 use spares::Spares;
 use streams::{Handle, Lane, destroy_raw};
 
@@ -63,7 +64,7 @@ impl Summary {
     }
 }
 
-type Step<T = ()> = Result<T, String>;
+pub type Done<T = ()> = Result<T, String>;
 
 struct Held {
     ptr: u64,
@@ -93,6 +94,7 @@ struct Figures {
 
 pub struct Machine<'a> {
     sim: &'a Simulator,
+    court: Arc<Court>,
     setup: &'a Setup,
     context: Context,
     alloc: Allocator,
@@ -114,6 +116,8 @@ pub struct Machine<'a> {
     limit: Option<u64>,
     taken: u64,
     armed: bool,
+    /// Requests that fill a limit wait until memory was freed.
+    freeing: bool,
     /// Live blocks in views.
     in_views: u64,
     /// Where copies to the host end up.
@@ -121,35 +125,55 @@ pub struct Machine<'a> {
     pub summary: Summary,
 }
 
-/// Runs a program. The machine of a failed run is leaked: it may be in any state.
-pub fn run(setup: &Setup, ops: &[Op], check_every: usize) -> Result<Summary, Failure> {
-    let at = |step: usize| move |what: String| Failure { step, what };
+/// Runs the steps of a program, checking the heap every few of them; a panic is a failure like any other.
+pub fn attempt<S>(
+    setup: &Setup,
+    steps: &[S],
+    act: impl Fn(&mut Machine<'_>, &S) -> Done,
+    check_every: usize,
+) -> Result<Summary, Failure> {
+    let mut at = 0;
+    let result = guarded(|| run(setup, steps, act, check_every, &mut at));
+    Court::leave();
+    result.map_err(|what| Failure { step: at, what })
+}
+
+/// The machine of a failed run is leaked: it may be in any state.
+fn run<S>(
+    setup: &Setup,
+    steps: &[S],
+    act: impl Fn(&mut Machine<'_>, &S) -> Done,
+    check_every: usize,
+    at: &mut usize,
+) -> Done<Summary> {
     let mut config = SimConfig::with_devices(1, setup.memory);
     config.mode = setup.mode;
     if !setup.stream_ids {
         config.missing = vec!["cuStreamGetId".into()];
     }
-    let sim = Simulator::new(config).map_err(|e| at(0)(e.to_string()))?;
-    let machine = Machine::new(&sim, setup).map_err(at(0))?;
-    let mut machine = std::mem::ManuallyDrop::new(machine);
-    for (step, op) in ops.iter().enumerate() {
-        machine
-            .step(*op)
-            .and_then(|()| machine.judge((step + 1).is_multiple_of(check_every)))
-            .map_err(at(step))?;
+    let sim = Simulator::new(config).map_err(text)?;
+    let mut machine = std::mem::ManuallyDrop::new(Machine::new(&sim, setup)?);
+    for step in steps {
+        if matches!(setup.mode, Mode::Lag(_)) {
+            sim.advance_row();
+        }
+        machine.summary.steps += 1;
+        act(&mut machine, step)?;
+        machine.judge((*at + 1).is_multiple_of(check_every))?;
+        *at += 1;
     }
-    machine.finish().map_err(at(ops.len()))?;
-    let summary = machine.summary;
+    machine.finish()?;
+    let (summary, court) = (machine.summary, Arc::clone(&machine.court));
     drop(std::mem::ManuallyDrop::into_inner(machine));
-    let leaks = lost::unexplained(sim.leaks(), &shadow(|s| s.lost.clone()));
+    let leaks = court.unexplained(sim.leaks());
     if !leaks.is_empty() {
-        return Err(at(ops.len())(format!("leaks: {leaks:?}")));
+        return Err(format!("leaks: {leaks:?}"));
     }
-    first_report(&sim).map_err(at(ops.len()))?;
+    first_report(&sim)?;
     Ok(summary)
 }
 
-fn first_report(sim: &Simulator) -> Step {
+fn first_report(sim: &Simulator) -> Done {
     if sim.report_count() == 0 {
         return Ok(());
     }
@@ -171,7 +195,7 @@ fn without_large_caches(stats: Stats) -> Stats {
     apart
 }
 
-fn same<T: PartialEq + Debug>(before: &T, after: &T) -> Step {
+fn same<T: PartialEq + Debug>(before: &T, after: &T) -> Done {
     if before == after {
         return Ok(());
     }
@@ -192,28 +216,29 @@ fn text(error: impl std::error::Error) -> String {
 }
 
 fn config(setup: &Setup) -> Config {
-    let tuning = &setup.tuning;
     let mut config = Config::new().policy(setup.policy).limit(setup.limit);
     config = config.context_checks(true);
-    config.views = tuning.views;
-    config.capture_checks = tuning.capture_checks;
-    if tuning.dense {
+    config.views = setup.views;
+    config.capture_checks = setup.capture_checks;
+    if setup.dense {
         config.profile = Profile::Dense;
     }
-    config.handle = tuning.handle;
+    config.handle = setup.handle;
     config
 }
 
 impl<'a> Machine<'a> {
-    fn new(sim: &'a Simulator, setup: &'a Setup) -> Step<Self> {
-        let table = install(sim.functions(), setup.executed);
-        // SAFETY: the simulator's functions, some of them behind ones of the same types.
-        let driver = unsafe { Driver::from_functions(table) }.map_err(text)?;
+    fn new(sim: &'a Simulator, setup: &'a Setup) -> Done<Self> {
+        let court = Court::new(sim.functions(), 1);
+        court.enter();
+        // SAFETY: the simulator's functions, behind ones of the same types.
+        let driver = unsafe { Driver::from_functions(install(sim.functions())) }.map_err(text)?;
         let device = driver.device(0).map_err(text)?;
         let context = Context::primary(&device).map_err(text)?;
         let alloc = Allocator::with_config(&context, config(setup)).map_err(text)?;
         let mut machine = Machine {
             sim,
+            court,
             setup,
             context,
             alloc,
@@ -232,6 +257,7 @@ impl<'a> Machine<'a> {
             limit: setup.limit,
             taken: 0,
             armed: false,
+            freeing: false,
             in_views: 0,
             sink: Box::new([0; 64]),
             summary: Summary::default(),
@@ -239,10 +265,10 @@ impl<'a> Machine<'a> {
         machine.new_stream(false)?;
         for (wanted, raw) in [(setup.legacy, 1), (setup.per_thread, 2)] {
             if wanted {
-                let raw = std::ptr::without_provenance_mut(raw);
+                let context = machine.context.raw() as usize;
                 machine.lanes.push(Lane {
-                    handle: Handle::Special(raw),
-                    number: shadow(|s| s.number(raw)),
+                    handle: Handle::Special(std::ptr::without_provenance_mut(raw)),
+                    number: machine.court.law().default_of(context, raw == 2),
                     kept: false,
                 });
             }
@@ -250,177 +276,199 @@ impl<'a> Machine<'a> {
         Ok(machine)
     }
 
-    /// Makes driver calls of the program's own: an injected fault that hits them is lifted.
-    fn own<T>(&mut self, f: impl Fn(&Entered<'_>) -> Result<T, DriverError>) -> Step<T> {
-        let attempt = || self.context.enter().and_then(|entered| f(&entered));
-        attempt()
-            .or_else(|_| {
-                self.sim.clear_failures();
-                attempt()
-            })
-            .map_err(text)
+    /// Makes driver calls of the program's own, which do not fail.
+    fn own<T>(&self, f: impl FnOnce(&Entered<'_>) -> Result<T, DriverError>) -> Done<T> {
+        own(|_| self.context.enter().and_then(|entered| f(&entered))).map_err(text)
     }
 
-    fn block(&self, pick: u16) -> Option<usize> {
-        (!self.blocks.is_empty()).then(|| usize::from(pick) % self.blocks.len())
+    fn position(&self, stream: usize) -> Position {
+        self.court.law().position(stream)
     }
 
-    fn step(&mut self, op: Op) -> Step {
-        if matches!(self.setup.mode, Mode::Lag(_)) {
-            self.sim.advance_row();
-        }
-        self.summary.steps += 1;
+    fn block(&self, pick: u32) -> Option<usize> {
+        (!self.blocks.is_empty()).then(|| pick as usize % self.blocks.len())
+    }
+
+    /// The bytes of the next request, if there is to be one: no more blocks than the program's most, or, under a limit
+    /// that is to be filled, none while memory is being freed. These are often more than any piece of what is free.
+    fn wish(&mut self, rng: &mut Rng) -> Option<usize> {
+        let wishes = &self.setup.wishes;
+        let Some(limit) = wishes.fill else {
+            return (self.blocks.len() < wishes.most).then(|| wishes.bytes(rng));
+        };
+        let room = (limit / 100 * 96).saturating_sub(self.figures.requested);
+        self.freeing = room < if self.freeing { limit / 4 } else { limit / 12 };
+        let bytes = match rng.below(100) {
+            0..3 => rng.log_uniform(64 << 10),
+            3..6 => room / 100 * (20 + rng.below(40)),
+            _ => room / 100 * (80 + rng.below(18)),
+        };
+        (!self.freeing).then_some(bytes.max(1) as usize)
+    }
+
+    /// A step of a random program.
+    pub fn step(&mut self, step: &Step) -> Done {
+        let (Step { act, a, b, .. }, rng) = (*step, &mut step.rng());
+        let (setup, wishes) = (self.setup, &self.setup.wishes);
         if self.in_views > 0 {
             self.summary.beside_views += 1;
-            self.summary.trims_beside += u64::from(matches!(op, Op::Trim { .. }));
-            self.summary.faults_beside += u64::from(matches!(op, Op::Fail { .. }));
+            self.summary.trims_beside += u64::from(act == Act::Trim);
+            self.summary.faults_beside += u64::from(act == Act::Fail);
         }
-        match op {
-            Op::Alloc(want) => self.allocate(want),
-            Op::Again {
-                stream,
-                bytes,
-                times,
-            } => self.again(stream, bytes, times),
-            Op::Place {
-                want,
-                single,
-                views,
-            } => self.place(want, single, views),
-            Op::Cached { stream, bytes } => self.take_cached(stream, bytes),
-            Op::Guard { block, from, part } => self.guard(block, from, part),
-            Op::Unguard { guard } => self.unguard(guard),
-            Op::Segments { block, from, part } => self.segments(block, from, part),
-            Op::Absurd {
-                stream,
-                bytes,
-                alignment,
-            } => self.absurd(stream, bytes, alignment),
-            Op::Free { block } => self.free(block, false),
-            Op::Drop { block } => self.free(block, true),
-            Op::IntoRaw { block } => {
-                if let Some(at) = self.block(block)
+        let part = (b as u8, (b >> 8) as u8);
+        let nothing_or = |bytes: u64, rng: &mut Rng| match rng.chance(55) {
+            true => 0,
+            false => rng.below(bytes),
+        };
+        match act {
+            Act::Alloc => match self.wish(rng) {
+                Some(bytes) => self.allocate(wishes.want(b, bytes, 6, rng)),
+                None => self.free(a, rng.chance(50)),
+            },
+            Act::Place if self.blocks.len() < wishes.most => {
+                let bytes = wishes.bytes(rng);
+                let want = wishes.want(b, bytes, 20, rng);
+                self.place(want, rng.chance(55), rng.chance(50))
+            }
+            Act::GiveBack | Act::Place => self.free(a, rng.chance(50)),
+            Act::Again => self.again(b, wishes.bytes(rng), rng.below(6)),
+            Act::Cached => self.take_cached(b, wishes.bytes(rng)),
+            Act::Guard => self.guard(a, part),
+            Act::Unguard => self.unguard(a),
+            Act::Segments => self.segments(a, part),
+            Act::Absurd => {
+                let (bytes, alignment) = match rng.below(3) {
+                    0 => (0, 1),
+                    1 => (usize::MAX - rng.index(1024), 1),
+                    _ => (4096, rng.pick(&[0, 3, 4 << 20])),
+                };
+                self.absurd(b, bytes, alignment)
+            }
+            Act::IntoRaw => {
+                if let Some(at) = self.block(a)
                     && let Some(block) = self.blocks[at].block.take()
                 {
                     block.into_raw();
                 }
                 Ok(())
             }
-            Op::FreeBad { block, kind } => self.free_bad(block, kind),
-            Op::RecordStream {
-                block,
-                stream,
-                inside,
-            } => self.record_stream(block, stream, inside),
-            Op::RecordUse {
-                block,
-                stream,
-                write,
-            } => self.record_use(block, stream, write),
-            Op::Use { block, on, write } => self.use_block(block, on, write),
-            Op::Wait { from, to } => {
-                let (from, to) = (self.lane(from), self.lane(to));
-                let at = shadow(|s| s.position(self.lanes[from].number));
+            Act::FreeBad => self.free_bad(a, rng.pick(&[Bad::Foreign, Bad::Interior, Bad::Double])),
+            Act::RecordStream => self.record_stream(a, b, rng.chance(20)),
+            Act::RecordUse => self.record_use(a, b, rng.chance(50)),
+            Act::Use => self.use_block(a, b, rng.chance(70)),
+            Act::Wait => {
+                let (from, to) = (self.lane(a), self.lane(b));
+                let at = self.position(self.lanes[from].number);
                 self.order(self.lanes[to].number, at)
             }
-            Op::HostSync { stream } => {
-                let raw = self.lanes[self.lane(stream)].raw();
+            Act::HostSync => {
+                let raw = self.lanes[self.lane(b)].raw();
                 // SAFETY: a live stream of the context.
                 self.own(|entered| unsafe { entered.stream_synchronize(raw) })
             }
-            Op::NewStream { raw } => self.new_stream(raw),
-            Op::Retire { stream } => self.leave(stream, true),
-            Op::Leave { stream } => self.leave(stream, false),
-            Op::Limit { bytes } => {
-                self.limit = bytes;
-                self.alloc.set_limit(bytes);
+            Act::NewStream => self.new_stream(rng.chance(50)),
+            Act::Retire => self.leave(b, true),
+            Act::Leave => self.leave(b, false),
+            Act::Limit | Act::LimitTo => {
+                self.limit = match act {
+                    Act::Limit => rng.chance(65).then(|| wishes.limit(rng)),
+                    _ => Some(u64::from(a) << 20),
+                };
+                self.alloc.set_limit(self.limit);
                 Ok(())
             }
-            Op::Trim { keep } => {
+            Act::Trim => {
+                let keep = nothing_or(wishes.fill.unwrap_or(wishes.base), rng);
                 let result = self.alloc.trim(keep);
                 self.tolerate(result).map(drop)
             }
-            Op::EmptyCache => {
+            Act::EmptyCache => {
                 let result = self.alloc.empty_cache();
                 self.tolerate(result).map(drop)
             }
-            Op::Spare { block } => self.spare(block),
-            Op::Hook { relief, stream } => self.hook(relief, stream),
-            Op::Look => self.look(),
-            Op::Other { stream, bytes } => self.other(stream, bytes),
-            Op::Reopen => self.reopen(),
-            Op::Reserve { stream, bytes } => self.reserve(stream, bytes),
-            Op::Mark { stream } => {
-                let raw = self.lanes[self.lane(stream)].raw();
+            Act::Spare => self.spare(a),
+            Act::Hook => {
+                let kinds = [
+                    Relief::Nothing,
+                    Relief::All,
+                    Relief::Trim,
+                    Relief::Synchronize,
+                    Relief::Allocate,
+                ];
+                self.hook(rng.chance(85).then(|| rng.pick(&kinds)), b)
+            }
+            Act::Look => self.look(),
+            Act::Other => self.other(b, rng.chance(50).then(|| wishes.bytes(rng))),
+            Act::Reopen => self.reopen(),
+            Act::Reserve => self.reserve(b, wishes.bytes(rng)),
+            Act::Mark => {
+                let raw = self.lanes[self.lane(b)].raw();
                 // SAFETY: a live stream of the context.
                 match unsafe { self.alloc.mark_raw(raw) } {
                     Err(Error::Stream(StreamMisuse::Unknown { .. })) => Ok(()),
                     result => self.tolerate(result).map(drop),
                 }
             }
-            Op::Synchronize => {
+            Act::Synchronize => {
                 let result = self.alloc.synchronize();
                 self.tolerate(result).map(drop)
             }
-            Op::ResetPeaks => {
+            Act::ResetPeaks => {
                 self.alloc.reset_peaks();
                 self.figures.peak = self.figures.requested;
                 Ok(())
             }
-            Op::Check => self.alloc.check().map_err(text),
-            Op::Complete { pick, count } => {
+            Act::Check => self.alloc.check().map_err(text),
+            Act::Complete => {
                 let ready = self.sim.ready_streams();
                 if !ready.is_empty() {
-                    let stream = ready[usize::from(pick) % ready.len()];
-                    self.sim.complete_stream(stream, usize::from(count));
+                    self.sim.complete_stream(rng.pick(&ready), 1 + rng.index(6));
                 }
                 Ok(())
             }
-            Op::CompleteAll => {
+            Act::CompleteAll => {
                 self.sim.complete_all();
                 Ok(())
             }
-            Op::Fail {
-                call,
-                nth,
-                times,
-                code,
-            } => self.fail(call, nth, times, code),
-            Op::Mend => {
-                self.sim.clear_failures();
-                self.armed = false;
+            Act::Fail => {
+                let codes = [
+                    sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+                    sys::CUresult::CUDA_ERROR_INVALID_VALUE,
+                    sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
+                ];
+                self.court.fail(Some(Fault {
+                    name: failing(rng),
+                    permille: rng.pick(&[50, 200, 1000]),
+                    code: rng.pick(&codes),
+                    executed: setup.executed,
+                }));
+                self.armed = true;
+                self.summary.faults += 1;
                 Ok(())
             }
-            Op::Taken { bytes } => {
-                self.taken = bytes;
-                self.sim.take_memory(0, bytes);
+            Act::Mend => {
+                self.mend();
                 Ok(())
             }
+            Act::Taken => self.take_memory(nothing_or(wishes.base * 2, rng)),
         }
     }
 
-    fn fail(&mut self, call: u8, nth: u8, times: u8, code: u8) -> Step {
-        let code = [
-            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
-            sys::CUresult::CUDA_ERROR_INVALID_VALUE,
-            sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
-        ][usize::from(code) % 3];
-        let plan = match CALLS[usize::from(call) % CALLS.len()] {
-            "" => FailPlan::any(code),
-            name => FailPlan::call(name, code).map_err(text)?,
-        };
-        let plan = plan.nth(nth.into()).times(times.into());
-        self.sim.fail(match self.setup.executed {
-            true => plan.executed(),
-            false => plan,
-        });
-        self.armed = true;
-        self.summary.faults += 1;
+    /// Memory that another process takes.
+    pub fn take_memory(&mut self, bytes: u64) -> Done {
+        self.taken = bytes;
+        self.sim.take_memory(0, bytes);
         Ok(())
     }
 
+    /// No call fails any more.
+    fn mend(&mut self) {
+        self.court.fail(None);
+        self.armed = false;
+    }
+
     /// An error that an injected fault explains.
-    fn tolerate<T>(&mut self, result: Result<T, Error>) -> Step<Option<T>> {
+    fn tolerate<T>(&mut self, result: Result<T, Error>) -> Done<Option<T>> {
         match result {
             Ok(value) => Ok(Some(value)),
             Err(Error::Driver(_)) if self.armed => Ok(None),
@@ -430,7 +478,7 @@ impl<'a> Machine<'a> {
 
     /// Runs a call that must change nothing, twice: beside what lies in the large-block caches of stream
     /// caches, and when nothing lies there any more, as a snapshot takes everything off.
-    fn unchanged<T>(&self, f: impl Fn(&Self) -> T) -> Step<[T; 2]> {
+    fn unchanged<T>(&self, f: impl Fn(&Self) -> T) -> Done<[T; 2]> {
         let before = without_large_caches(self.alloc.stats());
         let first = f(self);
         same(&before, &without_large_caches(self.alloc.stats()))?;
@@ -442,7 +490,7 @@ impl<'a> Machine<'a> {
     }
 
     /// The live blocks of a snapshot are those of the model.
-    fn compare_live(&self, snapshot: &[SegmentInfo]) -> Step {
+    fn compare_live(&self, snapshot: &[SegmentInfo]) -> Done {
         let blocks = snapshot.iter().flat_map(|segment| &segment.blocks);
         let live = blocks.filter(|block| block.state == BlockState::Live);
         let mut found: Vec<_> = live.map(|b| (b.address, b.size, b.requested)).collect();
@@ -461,14 +509,13 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn judge(&mut self, thorough: bool) -> Step {
+    fn judge(&mut self, thorough: bool) -> Done {
         self.late(None);
         first_report(self.sim)?;
-        let (violation, evicted) =
-            shadow(|s| (s.violations.pop(), std::mem::take(&mut s.views_unmapped)));
-        if let Some(violation) = violation {
-            return Err(violation);
-        }
+        let mut law = self.court.law();
+        law.take_verdict().map_or(Ok(()), Err)?;
+        let evicted = std::mem::take(&mut law.views_unmapped);
+        drop(law);
         self.summary.evictions += evicted;
         if self.in_views > 0 {
             self.summary.evictions_beside += evicted;
@@ -490,10 +537,10 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn compare(&mut self, stats: &Stats) -> Step {
+    fn compare(&mut self, stats: &Stats) -> Done {
         let all = &stats.all;
         let in_use = self.sim.memory_in_use(0) - self.other.reserved();
-        let memory = shadow(|s| s.lost.handles + s.lost.allocations);
+        let memory = self.court.lost_memory();
         if memory > std::mem::replace(&mut self.lost_objects, memory) {
             // Of the calls since, some may have left memory behind.
             self.lost = self.lost.max(in_use.saturating_sub(all.reserved.current));
@@ -527,7 +574,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn finish(&mut self) -> Step {
+    fn finish(&mut self) -> Done {
         self.wind_up()?;
         self.sim.complete_all();
         while let Some(lane) = self.lanes.pop() {
@@ -539,7 +586,7 @@ impl<'a> Machine<'a> {
     }
 
     /// A new allocator after the end of the one there was.
-    fn reopen(&mut self) -> Step {
+    fn reopen(&mut self) -> Done {
         self.wind_up()?;
         self.alloc = Allocator::with_config(&self.context, config(self.setup)).map_err(text)?;
         for lane in &mut self.lanes {
@@ -552,9 +599,8 @@ impl<'a> Machine<'a> {
     }
 
     /// Frees what there is, and closes the allocator.
-    fn wind_up(&mut self) -> Step {
-        self.sim.clear_failures();
-        self.armed = false;
+    fn wind_up(&mut self) -> Done {
+        self.mend();
         self.take_spares();
         self.close_other()?;
         // Frees what was dropped while a fault kept it from being freed.

@@ -2,8 +2,7 @@
 
 use cualloc::{Allocator, Block, Config, Error};
 
-use super::{Handle, Machine, Step, text};
-use crate::shadow::shadow;
+use super::{Done, Handle, Machine, text};
 
 /// It comes with the first block that is taken of it.
 #[derive(Default)]
@@ -25,7 +24,7 @@ impl Other {
 }
 
 impl Machine<'_> {
-    pub(super) fn other(&mut self, stream: u8, bytes: Option<usize>) -> Step {
+    pub(super) fn other(&mut self, stream: u32, bytes: Option<usize>) -> Done {
         let at = self.lane(stream);
         let (number, Handle::Owned(stream)) = (self.lanes[at].number, &self.lanes[at].handle)
         else {
@@ -52,18 +51,19 @@ impl Machine<'_> {
             Err(error) => return self.tolerate(Err::<(), _>(error)).map(drop),
         };
         let ptr = block.ptr();
-        shadow(|s| s.handed_out(ptr, block.size(), number))?;
+        self.court.law().handed_out(ptr, block.size(), number);
         self.other.blocks.push((block, number));
         // SAFETY: the block and the stream are alive; nobody else uses the block.
         self.own(|entered| unsafe { entered.memset_d8(ptr, 3, bytes, stream.raw()) })
     }
 
-    fn free_other(&mut self, at: usize) -> Step {
+    fn free_other(&mut self, at: usize) -> Done {
         let (block, number) = self.other.blocks.swap_remove(at);
         let ptr = block.ptr();
         match block.free() {
             Ok(()) => {
-                shadow(|s| s.freed(ptr, vec![s.position(number)]));
+                let last = self.position(number);
+                self.court.law().freed_after(ptr, &[last]);
                 Ok(())
             }
             Err(refused) => {
@@ -73,7 +73,7 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn close_other(&mut self) -> Step {
+    pub(super) fn close_other(&mut self) -> Done {
         while !self.other.blocks.is_empty() {
             self.free_other(0)?;
         }

@@ -3,15 +3,21 @@
 use cualloc::allocator::{PhysicalSegment, RangeGuard, Request};
 use cualloc::{Block, Error, Policy};
 
-use super::{Handle, Machine, Step, text};
+use super::{Done, Handle, Machine, text};
 use crate::program::Want;
-use crate::shadow::shadow;
 
 /// A guard and what it keeps.
 pub(super) struct Kept {
     guard: RangeGuard,
     /// The block's first byte and its bytes.
     block: (u64, u64),
+}
+
+/// A part of a block, from some of 256 parts on and with some of the rest.
+fn part_of((ptr, size): (u64, u64), (from, part): (u8, u8)) -> (u64, u64) {
+    let from = ptr + size * u64::from(from) / 256;
+    let bytes = (ptr + size - from) * (1 + u64::from(part)) / 256;
+    (from, bytes.max(1))
 }
 
 impl Machine<'_> {
@@ -34,9 +40,9 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn place(&mut self, want: Want, single: bool, views: bool) -> Step {
+    pub(super) fn place(&mut self, want: Want, single: bool, views: bool) -> Done {
         let bytes = want.bytes;
-        let (at, align) = (self.lane(want.stream), 1usize << (want.align % 22));
+        let (at, align) = (self.lane(want.stream), 1usize << want.align);
         let request = Request::new(bytes).align(align).views(views);
         let request = if single {
             request.single_handle()
@@ -65,7 +71,7 @@ impl Machine<'_> {
     }
 
     /// Asks for cached memory alone.
-    pub(super) fn take_cached(&mut self, stream: u8, bytes: usize) -> Step {
+    pub(super) fn take_cached(&mut self, stream: u32, bytes: usize) -> Done {
         let at = self.lane(stream);
         let Handle::Owned(stream) = &self.lanes[at].handle else {
             return Ok(());
@@ -88,52 +94,49 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn guard(&mut self, pick: u16, from: u8, part: u8) -> Step {
+    pub(super) fn guard(&mut self, pick: u32, part: (u8, u8)) -> Done {
         let Some(at) = self.block(pick) else {
             return Ok(());
         };
-        let held = &self.blocks[at];
-        let (ptr, size) = (held.ptr, held.size);
-        let from = ptr + size * u64::from(from) / 256;
-        let bytes = ((ptr + size - from) * (1 + u64::from(part)) / 256).max(1);
+        let (ptr, size) = (self.blocks[at].ptr, self.blocks[at].size);
+        let (from, bytes) = part_of((ptr, size), part);
         let guard = self.alloc.guard(from, bytes).map_err(text)?;
         self.judge_segments(from, bytes, guard.segments())?;
-        shadow(|s| s.guarded(ptr, ptr + size));
+        self.court.law().guarded(ptr, size);
         let block = (ptr, size);
         self.guards.push(Kept { guard, block });
         Ok(())
     }
 
-    pub(super) fn unguard(&mut self, pick: u16) -> Step {
+    pub(super) fn unguard(&mut self, pick: u32) -> Done {
         if self.guards.is_empty() {
             return Ok(());
         }
-        let at = usize::from(pick) % self.guards.len();
+        let at = pick as usize % self.guards.len();
         let kept = self.guards.swap_remove(at);
         let (ptr, size) = kept.block;
         drop(kept.guard);
-        shadow(|s| s.unguarded(ptr, ptr + size));
+        self.court.law().unguarded(ptr, size);
         Ok(())
     }
 
-    pub(super) fn segments(&mut self, pick: u16, from: u8, part: u8) -> Step {
+    pub(super) fn segments(&mut self, pick: u32, part: (u8, u8)) -> Done {
         let Some(at) = self.block(pick) else {
             return Ok(());
         };
-        let (ptr, size) = (self.blocks[at].ptr, self.blocks[at].size);
-        let from = ptr + size * u64::from(from) / 256;
-        let bytes = ((ptr + size - from) * (1 + u64::from(part)) / 256).max(1);
+        let (from, bytes) = part_of((self.blocks[at].ptr, self.blocks[at].size), part);
         let segments = self.alloc.segments_of(from, bytes).map_err(text)?;
         self.judge_segments(from, bytes, &segments)
     }
 
     /// Segments lie side by side, cover their range, and name the memory that is mapped there.
-    fn judge_segments(&self, from: u64, bytes: u64, segments: &[PhysicalSegment]) -> Step {
+    fn judge_segments(&self, from: u64, bytes: u64, segments: &[PhysicalSegment]) -> Done {
         let mut at = from;
         for segment in segments {
             let named = segment.handle.is_some() == (self.setup.policy == Policy::Packed);
             let inside = segment.offset + segment.bytes <= segment.handle_bytes;
-            let here = shadow(|s| s.is_at(segment.address, segment.handle, segment.offset));
+            let law = self.court.law();
+            let here = law.is_at(segment.address, segment.handle, segment.offset);
             if segment.address != at || segment.bytes == 0 || !named || !inside || !here {
                 return Err(format!("{segment:?} of {from:#x} and {bytes} bytes"));
             }

@@ -7,9 +7,9 @@ use cualloc::driver::Stream;
 use cualloc::{Allocator, Policy};
 
 use super::blocks::leave;
-use super::{Handle, Held, Machine, Step};
+use super::{Done, Handle, Held, Machine};
+use crate::court::table::court;
 use crate::program::Relief;
-use crate::shadow::shadow;
 
 const NAME: &str = "spares";
 
@@ -48,7 +48,7 @@ impl Spares {
                 0
             }
             _ => {
-                leave(&held);
+                leave(&court(), &held);
                 let size = held.size;
                 self.with(|lists| lists.spent.push(held));
                 size
@@ -70,14 +70,12 @@ impl Spares {
             Relief::Synchronize => drop(alloc.synchronize()),
             Relief::Allocate => {
                 if let Ok(block) = alloc.allocate(3000, stream) {
-                    let start = block.ptr();
-                    shadow(|s| {
-                        if let Err(what) = s.handed_out(start, block.size(), *owner) {
-                            s.violations.push(what);
-                        }
-                    });
+                    let (start, court) = (block.ptr(), court());
+                    court.law().handed_out(start, block.size(), *owner);
                     drop(block);
-                    shadow(|s| s.freed(start, vec![s.position(*owner)]));
+                    let mut law = court.law();
+                    let last = law.position(*owner);
+                    law.freed_after(start, &[last]);
                 }
             }
         }
@@ -92,7 +90,7 @@ impl Machine<'_> {
         held.any(&mut such) || self.spares.with(|lists| lists.held.iter().any(such))
     }
 
-    pub(super) fn spare(&mut self, pick: u16) -> Step {
+    pub(super) fn spare(&mut self, pick: u32) -> Done {
         if let Some(at) = self.block(pick)
             && self.blocks[at].block.is_some()
         {
@@ -102,7 +100,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    pub(super) fn hook(&mut self, relief: Option<Relief>, stream: u8) -> Step {
+    pub(super) fn hook(&mut self, relief: Option<Relief>, stream: u32) -> Done {
         let lane = &self.lanes[self.lane(stream)];
         let (Some(relief), Handle::Owned(stream)) = (relief, &lane.handle) else {
             self.alloc.remove_relief_hook(NAME);
@@ -136,7 +134,7 @@ impl Machine<'_> {
     }
 
     /// Compares what the allocator tells of itself with the model.
-    pub(super) fn look(&mut self) -> Step {
+    pub(super) fn look(&mut self) -> Done {
         self.late(None);
         if let Some(held) = self.blocks.first() {
             let (ptr, last) = (held.ptr, held.ptr + held.size - 1);

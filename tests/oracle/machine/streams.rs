@@ -4,8 +4,7 @@ use cualloc::Error;
 use cualloc::driver::{DriverError, Entered, Stream, sys};
 use cualloc::error::StreamMisuse;
 
-use super::{Held, Machine, Step};
-use crate::shadow::shadow;
+use super::{Done, Held, Machine};
 
 pub(super) enum Handle {
     Owned(Stream),
@@ -16,7 +15,7 @@ pub(super) enum Handle {
 
 pub(super) struct Lane {
     pub handle: Handle,
-    /// Its number in the shadow.
+    /// Its number in the judge's law.
     pub number: usize,
     /// Whether the allocator keeps the stream alive.
     pub kept: bool,
@@ -58,28 +57,26 @@ pub(super) fn destroy_raw(entered: &Entered<'_>, stream: sys::CUstream) -> Resul
 }
 
 impl Machine<'_> {
-    pub(super) fn new_stream(&mut self, raw: bool) -> Step {
-        let handle = if raw {
-            Handle::Raw(self.own(create_raw)?)
-        } else {
-            let context = self.context.clone();
-            Handle::Owned(self.own(|_| Stream::new(&context))?)
+    pub fn new_stream(&mut self, raw: bool) -> Done {
+        let handle = match raw {
+            true => Handle::Raw(self.own(create_raw)?),
+            false => Handle::Owned(self.own(|_| Stream::new(&self.context))?),
         };
         let mut lane = Lane {
             handle,
             number: 0,
             kept: false,
         };
-        lane.number = shadow(|s| s.number(lane.raw()));
+        lane.number = self.court.law().number(lane.raw());
         self.lanes.push(lane);
         Ok(())
     }
 
-    pub(super) fn lane(&self, pick: u8) -> usize {
-        usize::from(pick) % self.lanes.len()
+    pub(super) fn lane(&self, pick: u32) -> usize {
+        pick as usize % self.lanes.len()
     }
 
-    pub(super) fn leave(&mut self, pick: u8, retire: bool) -> Step {
+    pub fn leave(&mut self, pick: u32, retire: bool) -> Done {
         let at = self.lane(pick);
         if self.lanes.len() < 2 || matches!(self.lanes[at].handle, Handle::Special(_)) {
             return Ok(());
@@ -109,7 +106,7 @@ impl Machine<'_> {
                         }
                     }
                 }
-                self.sim.clear_failures();
+                self.mend();
             }
         }
         let lane = self.lanes.swap_remove(at);
@@ -117,8 +114,6 @@ impl Machine<'_> {
         match lane.handle {
             Handle::Owned(stream) => drop(stream),
             Handle::Raw(raw) => {
-                // It is not destroyed twice.
-                self.sim.clear_failures();
                 self.own(|entered| destroy_raw(entered, raw))?;
             }
             Handle::Special(_) => {}

@@ -2,13 +2,13 @@
 
 use cualloc::Error;
 
-use super::{Handle, Lane, Machine, Step, text};
-use crate::shadow::{Position, shadow};
+use super::{Done, Handle, Lane, Machine, text};
+use crate::court::ranges::Position;
 
 impl Machine<'_> {
     /// Makes what a stream is given next follow a position.
-    pub(super) fn order(&mut self, stream: usize, at: Position) -> Step {
-        if shadow(|s| s.ordered(stream, at)) {
+    pub(super) fn order(&mut self, stream: usize, at: Position) -> Done {
+        if self.court.law().is_ordered(stream, at) {
             return Ok(());
         }
         let Some(to) = self
@@ -41,7 +41,7 @@ impl Machine<'_> {
     }
 
     /// Submits work on a block to a stream, after what it has to follow.
-    fn touch(&mut self, at: usize, lane: usize, write: bool) -> Step {
+    fn touch(&mut self, at: usize, lane: usize, write: bool) -> Done {
         let (number, raw) = (self.lanes[lane].number, self.lanes[lane].raw());
         let held = &self.blocks[at];
         let (ptr, bytes) = (held.ptr, held.requested);
@@ -63,7 +63,7 @@ impl Machine<'_> {
                 entered.copy_device_to_host(sink.cast(), ptr, bytes as usize, raw)
             }
         })?;
-        let position = shadow(|s| s.position(number));
+        let position = self.position(number);
         let held = &mut self.blocks[at];
         if write {
             held.writer = position;
@@ -75,7 +75,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    pub(super) fn use_block(&mut self, pick: u16, on: u8, write: bool) -> Step {
+    pub fn use_block(&mut self, pick: u32, on: u32, write: bool) -> Done {
         let Some(at) = self.block(pick) else {
             return Ok(());
         };
@@ -88,7 +88,7 @@ impl Machine<'_> {
         if open.is_empty() {
             return Ok(());
         }
-        self.touch(at, open[usize::from(on) % open.len()], write)
+        self.touch(at, open[on as usize % open.len()], write)
     }
 
     /// Whether the block's entry points can name the stream as the allocator knows it.
@@ -114,7 +114,7 @@ impl Machine<'_> {
         }
     }
 
-    pub(super) fn record_stream(&mut self, pick: u16, stream: u8, inside: bool) -> Step {
+    pub fn record_stream(&mut self, pick: u32, stream: u32, inside: bool) -> Done {
         let (Some(at), lane) = (self.block(pick), self.lane(stream)) else {
             return Ok(());
         };
@@ -132,7 +132,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    pub(super) fn record_use(&mut self, pick: u16, stream: u8, write: bool) -> Step {
+    pub(super) fn record_use(&mut self, pick: u32, stream: u32, write: bool) -> Done {
         let (Some(at), lane) = (self.block(pick), self.lane(stream)) else {
             return Ok(());
         };
@@ -143,11 +143,11 @@ impl Machine<'_> {
         let result = self.record(at, lane, true, 0);
         if self.tolerate(result)?.is_none() {
             // The work is submitted: somebody has to know of it.
-            self.sim.clear_failures();
+            self.mend();
             self.record(at, lane, true, 0).map_err(text)?;
         }
         let number = self.lanes[lane].number;
-        let position = shadow(|s| s.position(number));
+        let position = self.position(number);
         let owner = self.blocks[at].owner;
         let recorded = &mut self.blocks[at].recorded;
         if number != owner && !recorded.contains(&(number, None)) {

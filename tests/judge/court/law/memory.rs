@@ -30,6 +30,7 @@ impl Law {
             physical,
             accessible: plain,
             plain,
+            view: self.mappings.values().any(|m| m.physical == physical),
         };
         self.layout += 1;
         self.mappings.insert(start, mapping);
@@ -171,6 +172,7 @@ impl Law {
         let gone: Vec<u64> = self.mappings.range(start..end).map(|(&at, _)| at).collect();
         for at in gone {
             if let Some(mapping) = self.mappings.remove(&at) {
+                self.views_unmapped += u64::from(mapping.view);
                 self.perhaps_gone(mapping.physical);
             }
         }
