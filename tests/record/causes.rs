@@ -1,7 +1,8 @@
-//! Each way to run out of memory is named, and what is advised makes the request succeed.
+//! Each way to run out of memory is named, and what is advised makes the request succeed: where a rig is used, also on
+//! a GPU.
 
 use crate::common::capturing::{captured, leave_work};
-use crate::common::{RawStream, Rig};
+use crate::common::{RawStream, Rig, each, only};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Config, Policy, Scope, Waits};
@@ -40,20 +41,14 @@ pub fn named(picture: &OutOfMemory, cause: Cause) {
     assert!(text.starts_with(headline) && text.ends_with(&picture.advice()));
     assert!(!text.contains('\n'), "{text}");
     let json = picture.to_json();
-    assert!(
-        json.contains(&format!("\"cause\":\"{}\"", cause.name())),
-        "{json}"
-    );
-    let (requested, reserved) = (picture.requested, picture.reserved);
-    assert!(
-        json.contains(&format!("\"requested\":{requested},")),
-        "{json}"
-    );
-    assert!(
-        json.contains(&format!("\"reserved\":{reserved},")),
-        "{json}"
-    );
-    for (name, bytes) in [("live", picture.live()), ("missing", picture.missing())] {
+    let cause = format!("\"cause\":\"{}\"", cause.name());
+    assert!(json.contains(&cause), "{json}");
+    for (name, bytes) in [
+        ("requested", picture.requested),
+        ("reserved", picture.reserved),
+        ("live", picture.live()),
+        ("missing", picture.missing()),
+    ] {
         assert!(json.contains(&format!("\"{name}\":{bytes},")), "{json}");
     }
     assert_eq!(json.matches('{').count(), json.matches('}').count());
@@ -95,19 +90,22 @@ pub fn raised(allocator: &Allocator, picture: &OutOfMemory, stream: &Stream) {
 #[test]
 fn a_limit() {
     let _alone = alone();
-    let scene = Scene::new("limit=32MiB");
-    let stream = scene.stream();
-    let kept = scene.allocator.allocate(24 * MIB, &stream).unwrap();
-    let picture = refused(&scene.allocator, 16 * MIB, &stream);
-    named(&picture, Cause::Limit);
-    let need: u64 = picture.allocated + picture.requested;
-    assert!(picture.advice().contains(&format!("to {need} bytes")));
-    assert_eq!(picture.missing(), 8 << 20);
-    raised(&scene.allocator, &picture, &stream);
-    scene.allocator.empty_cache().unwrap();
-    scene.allocator.set_limit(Some(need - 1));
-    named(&refused(&scene.allocator, 16 * MIB, &stream), Cause::Limit);
-    drop(kept);
+    each(|rig| {
+        let (allocator, stream) = (rig.limited(64 * MIB), rig.stream());
+        let kept = allocator.allocate(48 * MIB, &stream).unwrap();
+        let picture = refused(&allocator, 32 * MIB, &stream);
+        named(&picture, Cause::Limit);
+        let need = picture.allocated + picture.requested;
+        let advice = picture.advice();
+        assert!(advice.contains(&format!("to {need} bytes")), "{advice}");
+        assert_eq!(picture.missing(), 16 << 20);
+        raised(&allocator, &picture, &stream);
+        allocator.empty_cache().unwrap();
+        allocator.set_limit(Some(need - 1));
+        named(&refused(&allocator, 32 * MIB, &stream), Cause::Limit);
+        drop(kept);
+        rig.close(&allocator);
+    });
 }
 
 #[test]
@@ -115,10 +113,7 @@ fn a_limit_that_others_leave_no_room_to_raise() {
     let _alone = alone();
     let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "limit=32MiB");
     let stream = scene.stream();
-    let other = Allocator::with_config(&scene.context, Config::new()).unwrap();
-    let theirs = other
-        .allocate(200 * MIB, &other.create_stream().unwrap())
-        .unwrap();
+    let (other, theirs) = scene.others(200 * MIB);
     let picture = refused(&scene.allocator, 120 * MIB, &stream);
     named(&picture, Cause::Limit);
     let (need, advice) = (120 * MIB, picture.advice());
@@ -129,7 +124,7 @@ fn a_limit_that_others_leave_no_room_to_raise() {
     named(&refused(&scene.allocator, need, &stream), Cause::Others);
     drop(theirs);
     other.empty_cache().unwrap();
-    drop(scene.allocator.allocate(need, &stream).unwrap());
+    drop(scene.block(need, &stream));
 }
 
 #[test]
@@ -137,10 +132,7 @@ fn others_on_the_device() {
     let _alone = alone();
     let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "");
     let stream = scene.stream();
-    let other = Allocator::with_config(&scene.context, Config::new()).unwrap();
-    let theirs = other
-        .allocate(180 * MIB, &other.create_stream().unwrap())
-        .unwrap();
+    let (other, theirs) = scene.others(180 * MIB);
     let picture = refused(&scene.allocator, 120 * MIB, &stream);
     named(&picture, Cause::Others);
     assert!(
@@ -158,7 +150,7 @@ fn others_on_the_device() {
     assert!(text.contains("others hold 180.00 MiB"), "{text}");
     drop(theirs);
     other.empty_cache().unwrap();
-    drop(scene.allocator.allocate(120 * MIB, &stream).unwrap());
+    drop(scene.block(120 * MIB, &stream));
 }
 
 /// What live blocks of graph pools hold is live, and counts in the limit.
@@ -169,7 +161,7 @@ fn memory_of_graph_pools() {
     let stream = scene.stream();
     let pool = scene.allocator.graph_pool().unwrap();
     let scope = pool.enter(Scope::Thread).unwrap();
-    let inside = scene.allocator.allocate(100 * MIB, &stream).unwrap();
+    let inside = scene.block(100 * MIB, &stream);
     drop(scope);
     let picture = refused(&scene.allocator, 64 * MIB, &stream);
     named(&picture, Cause::Limit);
@@ -192,33 +184,33 @@ fn memory_of_graph_pools() {
 #[test]
 fn pieces_between_live_blocks() {
     let _alone = alone();
-    let program = |settings: &str| {
-        let scene = Scene::new(settings);
-        let stream = scene.stream();
-        let mut blocks: Vec<Option<Block>> = (0..6)
-            .map(|_| Some(scene.allocator.allocate(8 * MIB, &stream).unwrap()))
-            .collect();
-        for block in blocks.iter_mut().step_by(2) {
-            drop(block.take());
-        }
-        (scene, stream, blocks)
-    };
-    let (scene, stream, blocks) = program("policy=classic,limit=64MiB");
-    let picture = refused(&scene.allocator, 24 * MIB, &stream);
-    named(&picture, Cause::Fragmented);
-    assert!(
-        picture.advice().contains("policy=packed"),
-        "{}",
-        picture.advice()
-    );
-    assert!(!picture.holes.is_empty());
-    let bounds = |ptr: u64| {
-        let mut holes = picture.holes.iter();
-        holes.any(|hole| hole.before == Some(ptr) || hole.after == Some(ptr))
-    };
-    assert!(blocks.iter().flatten().any(|block| bounds(block.ptr())));
-    let (scene, stream, _blocks) = program("policy=packed,limit=64MiB");
-    drop(scene.allocator.allocate(24 * MIB, &stream).unwrap());
+    for policy in [Policy::Classic, Policy::Packed] {
+        only(policy, |rig| {
+            let (allocator, stream) = (rig.limited(64 * MIB), rig.stream());
+            let mut blocks: Vec<Option<Block>> = (0..6)
+                .map(|_| Some(allocator.allocate(8 * MIB, &stream).unwrap()))
+                .collect();
+            for block in blocks.iter_mut().step_by(2) {
+                drop(block.take());
+            }
+            // What the first says, the second does.
+            if policy == Policy::Classic {
+                let picture = refused(&allocator, 24 * MIB, &stream);
+                named(&picture, Cause::Fragmented);
+                let advice = picture.advice();
+                assert!(advice.contains("policy=packed"), "{advice}");
+                let bounds = |ptr: u64| {
+                    let mut holes = picture.holes.iter();
+                    holes.any(|hole| hole.before == Some(ptr) || hole.after == Some(ptr))
+                };
+                assert!(blocks.iter().flatten().any(|block| bounds(block.ptr())));
+            } else {
+                drop(allocator.allocate(24 * MIB, &stream).unwrap());
+            }
+            drop(blocks);
+            rig.close(&allocator);
+        });
+    }
 }
 
 #[test]
@@ -289,23 +281,25 @@ fn work_whose_end_does_not_help() {
 #[test]
 fn guards() {
     let _alone = alone();
-    let scene = Scene::new("policy=packed,limit=32MiB");
-    let stream = scene.stream();
-    let block = scene.allocator.allocate(20 * MIB, &stream).unwrap();
-    let guard = scene.allocator.guard(block.ptr(), 20 << 20).unwrap();
-    drop(block);
-    let picture = refused(&scene.allocator, 20 * MIB, &stream);
-    named(&picture, Cause::Pools);
-    assert!(picture.advice().contains("Drop the guards"));
-    drop(guard);
-    drop(scene.allocator.allocate(20 * MIB, &stream).unwrap());
-    // The guard keeps one piece of a run, which no request of that size fits in alone.
-    let blocks = [8, 8, 8].map(|mib| scene.allocator.allocate(mib * MIB, &stream).unwrap());
-    let guard = scene.allocator.guard(blocks[1].ptr(), 8 << 20).unwrap();
-    drop(blocks);
-    named(&refused(&scene.allocator, 26 * MIB, &stream), Cause::Pools);
-    drop(guard);
-    drop(scene.allocator.allocate(26 * MIB, &stream).unwrap());
+    only(Policy::Packed, |rig| {
+        let (allocator, stream) = (rig.limited(32 * MIB), rig.stream());
+        let block = allocator.allocate(20 * MIB, &stream).unwrap();
+        let guard = allocator.guard(block.ptr(), 20 << 20).unwrap();
+        drop(block);
+        let picture = refused(&allocator, 20 * MIB, &stream);
+        named(&picture, Cause::Pools);
+        assert!(picture.advice().contains("Drop the guards"));
+        drop(guard);
+        drop(allocator.allocate(20 * MIB, &stream).unwrap());
+        // The guard keeps one piece of a run, which no request of that size fits in alone.
+        let blocks = [8, 8, 8].map(|mib| allocator.allocate(mib * MIB, &stream).unwrap());
+        let guard = allocator.guard(blocks[1].ptr(), 8 << 20).unwrap();
+        drop(blocks);
+        named(&refused(&allocator, 26 * MIB, &stream), Cause::Pools);
+        drop(guard);
+        drop(allocator.allocate(26 * MIB, &stream).unwrap());
+        rig.close(&allocator);
+    });
 }
 
 #[test]
@@ -313,14 +307,21 @@ fn more_than_the_device() {
     let _alone = alone();
     let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "");
     let stream = scene.stream();
-    let kept = scene.allocator.allocate(100 * MIB, &stream).unwrap();
+    let kept = scene.block(100 * MIB, &stream);
     let picture = refused(&scene.allocator, 200 * MIB, &stream);
     named(&picture, Cause::Device);
-    assert!(
-        picture
-            .advice()
-            .starts_with("Free 44.00 MiB of what is live")
-    );
+    let advice = picture.advice();
+    let words = "Free 44.00 MiB of what is live";
+    assert!(advice.starts_with(words), "{advice}");
     drop(kept);
-    drop(scene.allocator.allocate(200 * MIB, &stream).unwrap());
+    drop(scene.block(200 * MIB, &stream));
+    each(|rig| {
+        let allocator = rig.allocator_with(Config::new());
+        let stream = rig.stream();
+        let memory = rig.context.device().total_memory().unwrap() as usize;
+        let picture = refused(&allocator, memory + 512 * MIB, &stream);
+        named(&picture, Cause::Device);
+        drop(allocator.allocate(16 * MIB, &stream).unwrap());
+        rig.close(&allocator);
+    });
 }

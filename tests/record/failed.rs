@@ -1,7 +1,7 @@
 //! Requests that failed, in recordings and what becomes of them.
 
 use crate::common::Folder;
-use crate::scene::{MIB, Scene, alone, memory};
+use crate::scene::{MIB, Scene, alone, memory, scene};
 use cualloc::allocator::Scope;
 use cualloc::error::Cause;
 use cualloc::record::{
@@ -126,9 +126,7 @@ fn a_recording_knows_what_failed_and_why() {
 /// A request that fails in a graph pool, and one of a stream that only the pool knows.
 #[test]
 fn a_request_that_fails_in_a_pool_is_recorded_with_its_stream() {
-    let _alone = alone();
-    let scene = Scene::new("policy=packed,limit=32MiB");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("policy=packed,limit=32MiB");
     let recorder = memory();
     let pool = scene.allocator.graph_pool().unwrap();
     let scope = pool.enter(Scope::Thread).unwrap();
@@ -159,7 +157,7 @@ fn failed_requests_go_into_exports() {
     let scene = Scene::new("policy=packed,limit=64MiB");
     let streams = [scene.stream(), scene.stream()];
     let recorder = memory();
-    let kept = scene.allocator.allocate(40 * MIB, &streams[0]).unwrap();
+    let kept = scene.block(40 * MIB, &streams[0]);
     let before = Context::new("step;attention").enter();
     assert!(scene.allocator.allocate(48 * MIB, &streams[1]).is_err());
     before.enter();

@@ -50,9 +50,7 @@ fn read(value: &Value) -> Result<Snapshot, SnapshotError> {
 }
 
 fn rows(snapshot: &Snapshot, device: usize) -> String {
-    let trace = snapshot.to_trace("rows", device).unwrap();
-    let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
-    rows.join(" ")
+    crate::scene::rows(&snapshot.to_trace("rows", device).unwrap())
 }
 
 /// The value at a path like `device_traces[0][2].addr`.
@@ -232,29 +230,18 @@ fn every_wrong_value_is_named() {
 #[test]
 fn frames_without_a_line_have_none() {
     for (frame, shown) in [
-        (
-            json!({"filename": "/x/f.py", "line": 3, "name": "f"}),
-            "f.py:3:f",
-        ),
-        (
-            json!({"filename": "/x/f.py", "line": 0, "name": "f"}),
-            "f.py:0:f",
-        ),
-        (
-            json!({"filename": "/x/f.py", "line": -1, "name": "f"}),
-            "f.py:f",
-        ),
-        (
-            json!({"filename": "/x/f.py", "line": null, "name": "f"}),
-            "f.py:f",
-        ),
-        (json!({"filename": "/x/f.py", "name": "f"}), "f.py:f"),
-        (json!({"filename": "", "line": 3, "name": "f"}), "f"),
-        (json!({"line": 3, "name": "f"}), "f"),
-        (json!({"filename": "/x/f.py", "line": 3}), "f.py:3:?"),
-        (json!({}), "?"),
+        (r#"{"filename":"/x/f.py","line":3,"name":"f"}"#, "f.py:3:f"),
+        (r#"{"filename":"/x/f.py","line":0,"name":"f"}"#, "f.py:0:f"),
+        (r#"{"filename":"/x/f.py","line":-1,"name":"f"}"#, "f.py:f"),
+        (r#"{"filename":"/x/f.py","line":null,"name":"f"}"#, "f.py:f"),
+        (r#"{"filename":"/x/f.py","name":"f"}"#, "f.py:f"),
+        (r#"{"filename":"","line":3,"name":"f"}"#, "f"),
+        (r#"{"line":3,"name":"f"}"#, "f"),
+        (r#"{"filename":"/x/f.py","line":3}"#, "f.py:3:?"),
+        ("{}", "?"),
     ] {
         let mut file = whole();
+        let frame: Value = serde_json::from_str(frame).unwrap();
         *at(&mut file, "device_traces[0][1].frames") = json!([frame]);
         let trace = read(&file).unwrap().to_trace("frames", 0).unwrap();
         assert_eq!(trace.contexts()[trace.context_of(0).unwrap()], shown);

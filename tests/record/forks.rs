@@ -22,7 +22,7 @@ fn forks(scene: &Scene, mut work: impl FnMut()) -> Vec<i32> {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
-                drop(scene.allocator.allocate(4096, &stream).unwrap());
+                drop(scene.block(4096, &stream));
             }
         });
         let _done = SetAtEnd(&done);

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use crate::common::Folder;
-use crate::scene::{MIB, Scene, alone, memory};
+use crate::scene::{MIB, Scene, alone, memory, rows, scene};
 use cualloc::allocator::Block;
 use cualloc::record::{self, Context, Profile, Recording, Snapshot};
 use cualloc::trace::Trace;
@@ -110,22 +111,34 @@ frames = sorted({';'.join(f['name'] for f in e['frames']) for t in traces for e 
 print(sum(final.values()), sum(len(t) for t in traces), '|'.join(frames))
 "#;
 
-/// What the checker says of a file; none, with a word about it, where there is no python3.
-fn checked(folder: &Folder, name: &str, bytes: &[u8]) -> Option<String> {
-    let (script, file) = (folder.file("checker.py"), folder.file(name));
-    std::fs::write(&script, CHECKER).unwrap();
-    std::fs::write(&file, bytes).unwrap();
-    let output = match Command::new("python3").arg(&script).arg(&file).output() {
-        Ok(output) => output,
+/// What a script of Python says; none, with a word about it, where it or what it imports (exit code 77) is not installed.
+fn python(script: &str, arguments: &[&Path], input: &str) -> Option<String> {
+    let mut python = Command::new("python3");
+    python.args(["-c", script]).args(arguments);
+    python.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut python = match python.stderr(Stdio::piped()).spawn() {
+        Ok(python) => python,
         Err(error) => {
             eprintln!("SKIPPED: no python3 ({error})");
             return None;
         }
     };
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{name}: {said}{errors}");
-    Some(said)
+    // It may end before it has read everything.
+    let _ = python.stdin.take().unwrap().write_all(input.as_bytes());
+    let output = python.wait_with_output().unwrap();
+    if output.status.code() == Some(77) {
+        eprintln!("SKIPPED: what the script imports is not installed");
+        return None;
+    }
+    assert!(output.status.success(), "{output:?}");
+    Some(String::from_utf8(output.stdout).unwrap())
+}
+
+/// What the checker says of a file.
+fn checked(folder: &Folder, name: &str, bytes: &[u8]) -> Option<String> {
+    let file = folder.file(name);
+    std::fs::write(&file, bytes).unwrap();
+    python(CHECKER, &[&file], "")
 }
 
 #[test]
@@ -206,11 +219,8 @@ pickle.dump({'segments': Evil()}, open(f'{sys.argv[1]}/evil.pickle', 'wb'), 2)
 #[test]
 fn pickles_of_other_programs_are_read_and_never_executed() {
     let folder = Folder::new("record-golden");
-    let (script, at) = (folder.file("golden.py"), folder.path());
-    std::fs::write(&script, GOLDEN).unwrap();
-    match Command::new("python3").arg(&script).arg(at).output() {
-        Ok(output) => assert!(output.status.success(), "{output:?}"),
-        Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
+    if python(GOLDEN, &[folder.path()], "").is_none() {
+        return;
     }
     let read = |name: &str| Snapshot::read(&std::fs::read(folder.file(name)).unwrap());
     // Block 0 was there before: its free alone is known. The completion of block 1 follows its free but for events
@@ -224,8 +234,7 @@ fn pickles_of_other_programs_are_read_and_never_executed() {
         assert_eq!(trace.contexts(), ["outer,most;a.py:1:f"]);
         assert_eq!(trace.context_of(0), None, "nobody knows whose it was");
         assert!((1..4).all(|id| trace.context_of(id) == Some(0)));
-        let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
-        assert_eq!(rows.join(" "), expected, "{name}");
+        assert_eq!(rows(&trace), expected, "{name}");
         assert_eq!(snapshot.to_trace("golden", 1).unwrap().rows(), []);
     }
     let bare = read("bare.pickle").unwrap();
@@ -233,8 +242,7 @@ fn pickles_of_other_programs_are_read_and_never_executed() {
     assert_eq!(read("bare.json").unwrap(), bare);
     // Without a trace there is what was live when it was made.
     let trace = bare.to_trace("bare", 0).unwrap();
-    let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
-    assert_eq!(rows, ["a,0,500,0"]);
+    assert_eq!(rows(&trace), "a,0,500,0");
     assert_eq!(trace.contexts(), ["outer,most;a.py:1:f"]);
     let refused = read("evil.pickle").unwrap_err().to_string();
     assert!(
@@ -286,18 +294,11 @@ fn pytorchs_own_reader_opens_a_snapshot() {
     let folder = Folder::new("record-viz");
     for settings in ["policy=packed", "policy=classic"] {
         let (recording, live, _) = program(settings);
-        let (script, file) = (folder.file("viz.py"), folder.file("snapshot.pickle"));
-        std::fs::write(&script, MEMORY_VIZ).unwrap();
+        let file = folder.file("snapshot.pickle");
         std::fs::write(&file, Snapshot::of(&recording).to_pickle()).unwrap();
-        let output = match Command::new("python3").arg(&script).arg(&file).output() {
-            Ok(output) if output.status.code() == Some(77) => {
-                return eprintln!("SKIPPED: PyTorch is not installed");
-            }
-            Ok(output) => output,
-            Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
+        let Some(said) = python(MEMORY_VIZ, &[&file], "") else {
+            return;
         };
-        assert!(output.status.success(), "{output:?}");
-        let said = String::from_utf8(output.stdout).unwrap();
         assert_eq!(said, format!("{live} {live}\n"));
     }
 }
@@ -405,11 +406,9 @@ fn a_profile_adds_up_to_what_is_live_at_the_peak() {
 
 #[test]
 fn metrics_are_the_figures_in_the_form_of_openmetrics() {
-    let _alone = alone();
-    let scene = Scene::new("limit=1GiB");
-    let stream = scene.stream();
-    let _kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
-    drop(scene.allocator.allocate(512, &stream).unwrap());
+    let (_alone, scene, stream) = scene("limit=1GiB");
+    let _kept = scene.block(3 * MIB, &stream);
+    drop(scene.block(512, &stream));
     let text = record::metrics([&scene.allocator]);
     let stats = scene.allocator.stats();
     assert!(text.ends_with("# EOF\n"));
@@ -469,27 +468,13 @@ for family in parsed(sys.stdin.read()):
 
 #[test]
 fn metrics_are_parsed_by_prometheus_client() {
-    let _alone = alone();
-    let scene = Scene::new("limit=1GiB");
-    let stream = scene.stream();
-    let _kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
-    drop(scene.allocator.allocate(512, &stream).unwrap());
-    let mut python = Command::new("python3");
-    python.args(["-c", OPENMETRICS]);
-    python.stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut python = match python.stderr(Stdio::piped()).spawn() {
-        Ok(python) => python,
-        Err(error) => return eprintln!("SKIPPED: no python3 ({error})"),
-    };
+    let (_alone, scene, stream) = scene("limit=1GiB");
+    let _kept = scene.block(3 * MIB, &stream);
+    drop(scene.block(512, &stream));
     let text = record::metrics([&scene.allocator]);
-    // It may end before it has read everything.
-    let _ = python.stdin.take().unwrap().write_all(text.as_bytes());
-    let output = python.wait_with_output().unwrap();
-    if output.status.code() == Some(77) {
-        return eprintln!("SKIPPED: prometheus-client is not installed");
-    }
-    assert!(output.status.success(), "{output:?}");
-    let said = String::from_utf8(output.stdout).unwrap();
+    let Some(said) = python(OPENMETRICS, &[], &text) else {
+        return;
+    };
     let all = scene.allocator.stats().all;
     let figures = [
         ("cualloc_requested_bytes", all.requested.current),
@@ -539,9 +524,7 @@ fn metrics_of_several_allocators_are_one_text() {
 
 #[test]
 fn a_long_context_costs_a_pickle_little_for_each_event() {
-    let _alone = alone();
-    let scene = Scene::new("policy=packed");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("policy=packed");
     let recorder = memory();
     let parts: Vec<String> = (0..100)
         .map(|part| format!("frame number {part:04}"))
@@ -549,7 +532,7 @@ fn a_long_context_costs_a_pickle_little_for_each_event() {
     let before = Context::new(&parts.join(";")).enter();
     let one = |count: usize| {
         for _ in 0..count {
-            drop(scene.allocator.allocate(1000, &stream).unwrap());
+            drop(scene.block(1000, &stream));
         }
         let snapshot = Snapshot::of(&recorder.read().unwrap());
         (snapshot.to_pickle(), snapshot.to_json())
@@ -568,10 +551,8 @@ fn a_long_context_costs_a_pickle_little_for_each_event() {
 
 #[test]
 fn the_summary_has_a_row_for_each_figure() {
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
-    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    let (_alone, scene, stream) = scene("");
+    let kept = scene.block(3 * MIB, &stream);
     let text = record::summary(0, &scene.allocator.stats());
     let row = |name: &str| {
         let found = text.lines().find(|line| line.starts_with(name));

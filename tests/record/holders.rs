@@ -2,7 +2,7 @@
 
 use crate::causes::refused;
 use crate::common::capturing::{Capturing, MODE};
-use crate::scene::{MIB, Scene, alone, memory};
+use crate::scene::{MIB, Scene, alone, memory, scene};
 use cualloc::allocator::{Block, Request, Scope};
 use cualloc::driver::Stream;
 use cualloc::error::{HeldBy, Holder, OutOfMemory};
@@ -45,7 +45,7 @@ fn named(picture: &OutOfMemory) -> Vec<(String, u64, u64)> {
 }
 
 fn blocks(scene: &Scene, stream: &Stream, bytes: usize, count: usize) -> Vec<Block> {
-    let one = |_| scene.allocator.allocate(bytes, stream).unwrap();
+    let one = |_| scene.block(bytes, stream);
     (0..count).map(one).collect()
 }
 
@@ -111,9 +111,7 @@ fn contexts_of_a_recording() {
 /// Contexts end with their blocks, also where those are not seen: the next block there was allocated in none.
 #[test]
 fn a_context_is_of_one_life_of_a_block() {
-    let _alone = alone();
-    let scene = Scene::new("policy=packed,limit=64MiB");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("policy=packed,limit=64MiB");
     let recorder = memory();
     let before = Context::new("first").enter();
     let sizes = [700, 60 * KIB, 3 * MIB, 3 * MIB];
@@ -242,15 +240,13 @@ fn tags_come_before_contexts() {
 /// Blocks of captures are identified by the context of their capture.
 #[test]
 fn blocks_of_captures_have_contexts() {
-    let _alone = alone();
-    let scene = Scene::new("policy=packed,limit=64MiB");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("policy=packed,limit=64MiB");
     let recorder = memory();
     let pool = scene.allocator.graph_pool().unwrap();
     let scope = pool.enter(Scope::NextCapture).unwrap();
     let under_way = Capturing::begin(&stream, MODE);
     let before = Context::new("capture").enter();
-    let kept = scene.allocator.allocate(30 * MIB, &stream).unwrap();
+    let kept = scene.block(30 * MIB, &stream);
     before.enter();
     let graph = under_way.end().unwrap();
     scope.leave().unwrap();

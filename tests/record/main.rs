@@ -1,43 +1,28 @@
 //! Recordings: what is recorded, how it is read back, and what becomes of it.
+#![cfg(feature = "sim")]
 
-#[cfg(feature = "sim")]
 mod causes;
 #[path = "../common/mod.rs"]
 mod common;
-#[cfg(feature = "sim")]
-mod device;
-#[cfg(feature = "sim")]
 mod failed;
-#[cfg(feature = "sim")]
 mod foreign;
-#[cfg(all(feature = "sim", target_os = "linux"))]
+#[cfg(target_os = "linux")]
 mod forks;
-#[cfg(feature = "sim")]
 mod formats;
-#[cfg(feature = "sim")]
 mod graphs;
-#[cfg(feature = "sim")]
 mod holders;
-#[cfg(feature = "sim")]
 mod pickler;
-#[cfg(feature = "sim")]
 mod readers;
-#[cfg(feature = "sim")]
 #[path = "../common/recorded.rs"]
 mod recorded;
-#[cfg(feature = "sim")]
 mod recorder;
-#[cfg(feature = "sim")]
 mod rings;
-#[cfg(feature = "sim")]
 mod shares;
 mod snapshots;
-#[cfg(feature = "sim")]
 mod stacks;
 
-#[cfg(feature = "sim")]
 mod scene {
-    use cualloc::allocator::{Allocator, Config};
+    use cualloc::allocator::{Allocator, Block, Config};
     use cualloc::driver::{Context, Stream};
     use cualloc::record::{Recorder, Target};
     use cualloc::sim::{SimConfig, Simulator};
@@ -84,6 +69,33 @@ mod scene {
         pub fn stream(&self) -> Stream {
             Stream::new(&self.context).unwrap()
         }
+
+        /// A block that there must be.
+        pub fn block(&self, bytes: usize, stream: &Stream) -> Block {
+            self.allocator.allocate(bytes, stream).unwrap()
+        }
+
+        /// Memory of the device that another allocator holds.
+        pub fn others(&self, bytes: usize) -> (Allocator, Block) {
+            let other = Allocator::with_config(&self.context, Config::new()).unwrap();
+            let stream = other.create_stream().unwrap();
+            let block = other.allocate(bytes, &stream).unwrap();
+            (other, block)
+        }
+    }
+
+    /// A scene with these settings and a stream of it, for a test that runs alone.
+    pub fn scene(settings: &str) -> (MutexGuard<'static, ()>, Scene, Stream) {
+        let alone = alone();
+        let scene = Scene::new(settings);
+        let stream = scene.stream();
+        (alone, scene, stream)
+    }
+
+    /// The rows of a trace as one text.
+    pub fn rows(trace: &cualloc::trace::Trace) -> String {
+        let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
+        rows.join(" ")
     }
 
     pub fn memory() -> Recorder {

@@ -2,39 +2,30 @@
 //!
 //! The loops are short; `fuzz/` has the long form.
 
+use crate::common::rng::Rng;
 use crate::scene::{MIB, Scene, alone, memory};
 use cualloc::allocator::Config;
 use cualloc::record::{Profile, ReadError, Recording, Snapshot};
 use cualloc::trace::Trace;
 
-struct Draw(u64);
-
-impl Draw {
-    fn below(&mut self, limit: usize) -> usize {
-        let next = self.0.wrapping_mul(6364136223846793005);
-        self.0 = next.wrapping_add(1442695040888963407);
-        ((self.0 >> 33) as usize) % limit.max(1)
-    }
-}
-
 /// Changes some bytes of a good file: one after another, a cut, a doubled part, or interesting numbers.
-fn spoilt(good: &[u8], draw: &mut Draw) -> Vec<u8> {
+fn spoilt(good: &[u8], draw: &mut Rng) -> Vec<u8> {
     let mut bytes = good.to_vec();
-    for _ in 0..1 + draw.below(4) {
-        let at = draw.below(bytes.len());
-        match draw.below(6) {
+    for _ in 0..1 + draw.index(4) {
+        let at = draw.index(bytes.len());
+        match draw.index(6) {
             0 => bytes.truncate(at),
             1 => {
-                let part = bytes[at..(at + draw.below(64)).min(bytes.len())].to_vec();
-                let to = draw.below(bytes.len());
+                let part = bytes[at..(at + draw.index(64)).min(bytes.len())].to_vec();
+                let to = draw.index(bytes.len());
                 bytes.splice(to..to, part);
             }
             2 => {
-                let value = [0, 1, 0x7f, 0xff, u64::MAX, 1 << 63][draw.below(6)].to_le_bytes();
+                let value = [0, 1, 0x7f, 0xff, u64::MAX, 1 << 63][draw.index(6)].to_le_bytes();
                 let end = (at + 8).min(bytes.len());
                 bytes[at..end].copy_from_slice(&value[..end - at]);
             }
-            _ if at < bytes.len() => bytes[at] = draw.below(256) as u8,
+            _ if at < bytes.len() => bytes[at] = draw.index(256) as u8,
             _ => {}
         }
     }
@@ -46,9 +37,9 @@ fn good() -> Vec<u8> {
     let scene = Scene::new("");
     let stream = scene.stream();
     let recorder = memory();
-    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    let kept = scene.block(3 * MIB, &stream);
     for bytes in [512, 70_000, 5 * MIB] {
-        drop(scene.allocator.allocate(bytes, &stream).unwrap());
+        drop(scene.block(bytes, &stream));
     }
     let mut bytes = Vec::new();
     recorder.write(&mut bytes).unwrap();
@@ -78,7 +69,7 @@ fn spoilt_recordings_are_refused_or_make_sense() {
     let _alone = alone();
     let good = good();
     use_up(&Recording::read(&good).unwrap());
-    let mut draw = Draw(1);
+    let mut draw = Rng::new(1);
     let mut read = 0;
     for _ in 0..2000 {
         let bytes = spoilt(&good, &mut draw);
@@ -150,7 +141,7 @@ fn spoilt_snapshots_are_refused_or_make_sense() {
     let good = Snapshot::of(&Recording::read(&good()).unwrap());
     let (pickle, json) = (good.to_pickle(), good.to_json());
     for (good, seed) in [(&pickle[..], 2), (json.as_bytes(), 4)] {
-        let mut draw = Draw(seed);
+        let mut draw = Rng::new(seed);
         let mut read = 0;
         for _ in 0..4000 {
             if let Ok(snapshot) = Snapshot::read(&spoilt(good, &mut draw)) {
@@ -274,7 +265,7 @@ fn spoilt_traces_and_settings_are_refused_or_make_sense() {
     let settings = "policy=packed,limit=90%,tune.views=on,tune.handle=8MiB,captures=never,decay=10s,keep=20%,\
                     debug=guard+quarantine:64MiB+poison+leaks,tune.nvtx=off";
     assert!(settings.parse::<Config>().unwrap().validate().is_ok());
-    let (mut draw, mut read) = (Draw(3), 0);
+    let (mut draw, mut read) = (Rng::new(3), 0);
     for _ in 0..4000 {
         let bytes = spoilt(trace.as_bytes(), &mut draw);
         if let Ok(trace) = Trace::read("spoilt", &bytes[..]) {

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::process::{Command, Output};
 
+use crate::common::rng::Rng;
 use crate::common::{Folder, wait_until};
-use crate::scene::{MIB, Scene, alone, memory};
+use crate::scene::{MIB, Scene, alone, memory, scene};
 use cualloc::Error;
 use cualloc::allocator::Request;
 use cualloc::driver::sys;
@@ -96,9 +97,9 @@ fn uses_refusals_and_memory_of_the_driver_are_recorded() {
     let scene = Scene::new("policy=packed,limit=64MiB");
     let streams = [scene.stream(), scene.stream()];
     let recorder = memory();
-    let block = scene.allocator.allocate(5 * MIB, &streams[0]).unwrap();
+    let block = scene.block(5 * MIB, &streams[0]);
     block.record_stream(&streams[1]).unwrap();
-    let small = scene.allocator.allocate(512, &streams[0]).unwrap();
+    let small = scene.block(512, &streams[0]);
     small.record_use(&streams[1]).unwrap();
     assert!(scene.allocator.allocate(100 * MIB, &streams[0]).is_err());
     let (first, second) = (block.ptr(), small.ptr());
@@ -143,18 +144,16 @@ fn uses_refusals_and_memory_of_the_driver_are_recorded() {
 
 #[test]
 fn what_is_live_at_the_start_is_held() {
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
-    let small = scene.allocator.allocate(700, &stream).unwrap();
-    let large = scene.allocator.allocate(9 * MIB, &stream).unwrap();
-    let gone = scene.allocator.allocate(2 * MIB, &stream).unwrap();
+    let (_alone, scene, stream) = scene("");
+    let small = scene.block(700, &stream);
+    let large = scene.block(9 * MIB, &stream);
+    let gone = scene.block(2 * MIB, &stream);
     drop(gone);
     // Who starts the recording did not allocate them.
     let before = Context::new("starter").enter();
     let recorder = memory();
     before.enter();
-    let later = scene.allocator.allocate(700, &stream).unwrap();
+    let later = scene.block(700, &stream);
     let freed = large.ptr();
     drop(large);
     let recording = recorder.read().unwrap();
@@ -211,9 +210,7 @@ fn threads_lose_no_event_that_had_room() {
 
 #[test]
 fn threads_that_share_a_stream_are_recorded_in_an_order_that_can_be() {
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("");
     let recorder = memory();
     std::thread::scope(|scope| {
         for thread in 0..4 {
@@ -233,12 +230,10 @@ fn threads_that_share_a_stream_are_recorded_in_an_order_that_can_be() {
 
 #[test]
 fn events_without_room_are_counted() {
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("");
     let recorder = memory();
     for _ in 0..40_000 {
-        drop(scene.allocator.allocate(512, &stream).unwrap());
+        drop(scene.block(512, &stream));
     }
     let recording = recorder.read().unwrap();
     let found = blocks(&recording, &scene).len() as u64;
@@ -251,13 +246,11 @@ fn events_without_room_are_counted() {
 
 #[test]
 fn contexts_are_those_of_the_thread() {
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("");
     let forward = Context::new("model;forward");
     let recorder = memory();
     let before = forward.enter();
-    let block = scene.allocator.allocate(4096, &stream).unwrap();
+    let block = scene.block(4096, &stream);
     assert_eq!(before.enter(), forward);
     drop(block);
     let recording = recorder.read().unwrap();
@@ -271,16 +264,14 @@ fn contexts_are_those_of_the_thread() {
 #[test]
 fn threads_that_share_a_stream_keep_their_contexts() {
     const PAIRS: usize = 3000;
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("");
     let names = ["shared;first", "shared;second", ""];
     let contexts = names.map(|name| match name {
         "" => Context::NONE,
         name => Context::new(name),
     });
     // Quick from the first pair on.
-    drop(scene.allocator.allocate(512, &stream).unwrap());
+    drop(scene.block(512, &stream));
     let recorder = memory();
     let turn = std::sync::Barrier::new(names.len());
     std::thread::scope(|scope| {
@@ -310,25 +301,23 @@ fn threads_that_share_a_stream_keep_their_contexts() {
 
 #[test]
 fn a_second_recording_is_refused_and_a_later_one_is_not() {
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
+    let (_alone, scene, stream) = scene("");
     let first = memory();
-    drop(scene.allocator.allocate(512, &stream).unwrap());
+    drop(scene.block(512, &stream));
     assert!(matches!(
         Recorder::start(Target::Memory),
         Err(RecorderError::Busy)
     ));
     drop(first);
-    drop(scene.allocator.allocate(512, &stream).unwrap());
+    drop(scene.block(512, &stream));
     let second = memory();
     assert_eq!(blocks(&second.read().unwrap(), &scene), []);
-    drop(scene.allocator.allocate(512, &stream).unwrap());
+    drop(scene.block(512, &stream));
     assert_eq!(blocks(&second.read().unwrap(), &scene).len(), 2);
     // Nor if nothing happens between one and the next.
     drop(second);
     let third = memory();
-    drop(scene.allocator.allocate(512, &stream).unwrap());
+    drop(scene.block(512, &stream));
     assert_eq!(blocks(&third.read().unwrap(), &scene).len(), 2);
 }
 
@@ -343,7 +332,7 @@ fn a_file_has_everything_and_a_dump_what_the_rings_hold() {
     // More than a ring has room for in all, but never more than that before the thread has written it.
     for round in 0..3 {
         for _ in 0..8_000 {
-            drop(scene.allocator.allocate(512, &stream).unwrap());
+            drop(scene.block(512, &stream));
         }
         if round == 0 {
             recorder.dump(&dump).unwrap();
@@ -430,23 +419,16 @@ fn a_recording_replays_to_equal_peaks() {
 /// Allocations and frees of many sizes, drawn.
 fn rows() -> Vec<cualloc::trace::Row> {
     use cualloc::trace::{Op, Row};
-    let (mut rows, mut live, mut next, mut seed) = (Vec::new(), Vec::new(), 0, 1u64);
-    let mut draw = |below: u64| {
-        seed = seed
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        (seed >> 33) % below
-    };
+    let (mut rows, mut live, mut next) = (Vec::new(), Vec::new(), 0);
+    let mut rng = Rng::new(1);
     for _ in 0..4000 {
-        let (op, id, bytes) = if live.len() < 40 || draw(2) == 0 {
-            let most = 1 << (9 + draw(15));
-            let bytes = 1 + draw(most);
+        let (op, id, bytes) = if live.len() < 40 || rng.chance(50) {
+            let most = 1 << (9 + rng.below(15));
             live.push(next);
             next += 1;
-            (Op::Allocate, next - 1, bytes)
+            (Op::Allocate, next - 1, 1 + rng.below(most))
         } else {
-            let at = draw(live.len() as u64) as usize;
-            (Op::Free, live.swap_remove(at), 0)
+            (Op::Free, live.swap_remove(rng.index(live.len())), 0)
         };
         rows.push(Row {
             op,
@@ -484,9 +466,9 @@ fn child_entry() {
     let scene = Scene::new("");
     let stream = scene.stream();
     for _ in 0..50 {
-        drop(scene.allocator.allocate(4096, &stream).unwrap());
+        drop(scene.block(4096, &stream));
     }
-    let kept = scene.allocator.allocate(3 * MIB, &stream).unwrap();
+    let kept = scene.block(3 * MIB, &stream);
     match case.as_str() {
         "exit" => std::process::exit(0),
         "abort" => std::process::abort(),

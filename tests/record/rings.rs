@@ -1,19 +1,15 @@
 //! What rings have room for, and which events cannot push others out.
 
 use crate::recorder::blocks;
-use crate::scene::{MIB, Scene, alone, memory};
+use crate::scene::{MIB, Scene, alone, memory, scene};
 use cualloc::record::{Action, Recording};
 use cualloc::sim::SimConfig;
 
 #[test]
 fn all_blocks_that_are_live_at_the_start_are_held() {
     const BLOCKS: usize = 40_000;
-    let _alone = alone();
-    let scene = Scene::new("");
-    let stream = scene.stream();
-    let live: Vec<_> = (0..BLOCKS)
-        .map(|_| scene.allocator.allocate(512, &stream).unwrap())
-        .collect();
+    let (_alone, scene, stream) = scene("");
+    let live: Vec<_> = (0..BLOCKS).map(|_| scene.block(512, &stream)).collect();
     let recorder = memory();
     let recording = recorder.read().unwrap();
     assert_eq!(recording.lost(), 0);
@@ -31,7 +27,7 @@ fn large_blocks_push_out_neither_devices_nor_streams_nor_memory() {
     let stream = scene.stream();
     let recorder = memory();
     for _ in 0..40_000 {
-        drop(scene.allocator.allocate(3 * MIB, &stream).unwrap());
+        drop(scene.block(3 * MIB, &stream));
     }
     let recording = recorder.read().unwrap();
     assert!(recording.lost() > 0);
@@ -63,7 +59,7 @@ fn events_that_no_ring_of_a_file_is_left_for_are_counted() {
     let streams: Vec<_> = (0..STREAMS).map(|_| scene.stream()).collect();
     for stream in &streams {
         for _ in 0..10 {
-            drop(scene.allocator.allocate(512, stream).unwrap());
+            drop(scene.block(512, stream));
         }
     }
     drop(recorder);

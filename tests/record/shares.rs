@@ -13,10 +13,10 @@ use cualloc::sim::{FailPlan, SimConfig};
 /// What an allocator can have in each of these tests, by its limit or by its device.
 const BOUND: usize = 200 * MIB;
 
-const POLICIES: [&str; 2] = ["policy=packed", "policy=classic"];
+const POLICIES: [Policy; 2] = [Policy::Packed, Policy::Classic];
 
 /// Every tenth share up to `most` percent, in both policies, as bytes of the bound.
-fn shares(most: usize, mut test: impl FnMut(&str, usize)) {
+fn shares(most: usize, mut test: impl FnMut(Policy, usize)) {
     for policy in POLICIES {
         for percent in (10..=most).step_by(10) {
             test(policy, BOUND / 100 * percent);
@@ -28,17 +28,25 @@ fn device() -> SimConfig {
     SimConfig::with_devices(1, BOUND as u64)
 }
 
-fn limited(policy: &str) -> Scene {
-    Scene::new(&format!("{policy},limit={BOUND}"))
+/// The settings of a policy.
+fn settings(policy: Policy) -> &'static str {
+    match policy {
+        Policy::Classic => "policy=classic",
+        _ => "policy=packed",
+    }
+}
+
+fn limited(settings: &str) -> Scene {
+    Scene::new(&format!("{settings},limit={BOUND}"))
 }
 
 #[test]
 fn a_limit_at_every_share() {
     let _alone = alone();
     shares(100, |policy, live| {
-        let scene = limited(policy);
+        let scene = limited(settings(policy));
         let stream = scene.stream();
-        let kept = scene.allocator.allocate(live, &stream).unwrap();
+        let kept = scene.block(live, &stream);
         for more in [512, 100_000, 2 * MIB, 30 * MIB] {
             let picture = refused(&scene.allocator, BOUND - live + more, &stream);
             named(&picture, Cause::Limit);
@@ -53,20 +61,20 @@ fn a_limit_at_every_share() {
 fn others_at_every_share() {
     let _alone = alone();
     shares(100, |policy, live| {
-        let scene = Scene::on(SimConfig::with_devices(1, 2 * BOUND as u64), policy);
+        let scene = Scene::on(
+            SimConfig::with_devices(1, 2 * BOUND as u64),
+            settings(policy),
+        );
         let stream = scene.stream();
-        let other = Allocator::with_config(&scene.context, Config::new()).unwrap();
-        let theirs = other
-            .allocate(BOUND, &other.create_stream().unwrap())
-            .unwrap();
-        let kept = scene.allocator.allocate(live, &stream).unwrap();
+        let (other, theirs) = scene.others(BOUND);
+        let kept = scene.block(live, &stream);
         let asked = BOUND - live + 12 * MIB;
         let picture = refused(&scene.allocator, asked, &stream);
         named(&picture, Cause::Others);
         assert_eq!(picture.missing(), 12 << 20);
         drop(theirs);
         other.empty_cache().unwrap();
-        drop(scene.allocator.allocate(asked, &stream).unwrap());
+        drop(scene.block(asked, &stream));
         drop(kept);
     });
 }
@@ -77,7 +85,7 @@ fn the_device_at_every_share() {
     let _alone = alone();
     shares(100, |policy, live| {
         for own in [0, 8 * MIB] {
-            let scene = Scene::on(device(), policy);
+            let scene = Scene::on(device(), settings(policy));
             let stream = scene.stream();
             let other = Allocator::with_config(&scene.context, Config::new()).unwrap();
             let of_cuda = (own > 0).then(|| {
@@ -85,14 +93,14 @@ fn the_device_at_every_share() {
                     .allocate(own, &other.create_stream().unwrap())
                     .unwrap()
             });
-            let kept = scene.allocator.allocate(live - own, &stream).unwrap();
+            let kept = scene.block(live - own, &stream);
             let asked = BOUND - live + 4 * MIB;
             let picture = refused(&scene.allocator, asked, &stream);
             named(&picture, Cause::Device);
             assert!(picture.missing() >= 4 << 20);
             drop((of_cuda, kept));
             other.empty_cache().unwrap();
-            drop(scene.allocator.allocate(asked, &stream).unwrap());
+            drop(scene.block(asked, &stream));
         }
     });
 }
@@ -103,9 +111,9 @@ fn a_refusal_at_every_share() {
     let _alone = alone();
     shares(90, |policy, live| {
         for limit in ["", ",limit=200MiB"] {
-            let scene = Scene::on(device(), &format!("{policy}{limit}"));
+            let scene = Scene::on(device(), &format!("{}{limit}", settings(policy)));
             let stream = scene.stream();
-            let kept = scene.allocator.allocate(live, &stream).unwrap();
+            let kept = scene.block(live, &stream);
             let asked = (BOUND - live) / 2;
             let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
             for call in ["cuMemCreate", "cuMemAlloc_v2"] {
@@ -117,7 +125,7 @@ fn a_refusal_at_every_share() {
             named(&picture, Cause::Refused);
             let advice = picture.advice();
             assert!(advice.contains("although it reports"), "{advice}");
-            drop(scene.allocator.allocate(asked, &stream).unwrap());
+            drop(scene.block(asked, &stream));
             drop(kept);
         }
     });
@@ -148,10 +156,6 @@ fn refused_addresses_are_not_called_memory() {
 fn pending_work_at_every_share() {
     let _alone = alone();
     shares(90, |policy, live| {
-        let policy = match policy.ends_with("packed") {
-            true => Policy::Packed,
-            false => Policy::Classic,
-        };
         let rig = Rig::new(policy, SimConfig::default());
         let allocator = rig.limited(BOUND);
         let (raw, other, capturing) = (RawStream::new(&rig), rig.stream(), rig.stream());
@@ -223,10 +227,6 @@ fn pending_memory_in_pieces() {
 fn unfinished_work_at_every_share_without_waits() {
     let _alone = alone();
     shares(90, |policy, live| {
-        let policy = match policy.ends_with("packed") {
-            true => Policy::Packed,
-            false => Policy::Classic,
-        };
         let rig = Rig::new(policy, SimConfig::default());
         let config = Config::new().waits(Waits::Never).limit(Some(BOUND as u64));
         let allocator = rig.allocator_with(config.policy(policy));
@@ -250,17 +250,17 @@ fn unfinished_work_at_every_share_without_waits() {
 fn guards_at_every_share() {
     let _alone = alone();
     shares(90, |policy, live| {
-        let scene = limited(policy);
+        let scene = limited(settings(policy));
         let stream = scene.stream();
-        let kept = scene.allocator.allocate(live, &stream).unwrap();
+        let kept = scene.block(live, &stream);
         let rest = BOUND - live;
-        let block = scene.allocator.allocate(rest, &stream).unwrap();
+        let block = scene.block(rest, &stream);
         let guard = scene.allocator.guard(block.ptr(), rest as u64).unwrap();
         drop(block);
         let picture = refused(&scene.allocator, rest, &stream);
         named(&picture, Cause::Pools);
         drop(guard);
-        drop(scene.allocator.allocate(rest, &stream).unwrap());
+        drop(scene.block(rest, &stream));
         drop(kept);
     });
 }
@@ -276,10 +276,10 @@ fn graph_pools_at_every_share() {
         let pool = scene.allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&capturing, MODE);
-        drop(scene.allocator.allocate(rest, &capturing).unwrap());
+        drop(scene.block(rest, &capturing));
         let graph = under_way.end().unwrap();
         scope.leave().unwrap();
-        let kept = scene.allocator.allocate(BOUND - rest, &stream).unwrap();
+        let kept = scene.block(BOUND - rest, &stream);
         let picture = refused(&scene.allocator, rest, &stream);
         named(&picture, Cause::Pools);
         assert!(picture.advice().contains("Release graph pools"));
@@ -288,7 +288,7 @@ fn graph_pools_at_every_share() {
         named(&refused(&scene.allocator, 2 * BOUND, &stream), Cause::Limit);
         drop((scope, graph));
         pool.release().unwrap();
-        drop(scene.allocator.allocate(rest, &stream).unwrap());
+        drop(scene.block(rest, &stream));
         drop(kept);
     }
 }
@@ -301,7 +301,7 @@ fn scattered(
     kept: usize,
 ) -> Vec<Block> {
     let mut blocks: Vec<Option<Block>> = (0..BOUND / bytes)
-        .map(|_| Some(scene.allocator.allocate(bytes, stream).unwrap()))
+        .map(|_| Some(scene.block(bytes, stream)))
         .collect();
     for (at, block) in blocks.iter_mut().enumerate() {
         if at % group >= kept {
@@ -330,7 +330,7 @@ fn scattered_memory_at_every_share_of_classic() {
         raised(&scene.allocator, &picture, &stream);
         drop(kept);
         let (scene, stream, kept) = program("policy=packed");
-        drop(scene.allocator.allocate(asked, &stream).unwrap());
+        drop(scene.block(asked, &stream));
         drop(kept);
     }
 }
@@ -390,7 +390,7 @@ fn memory_that_is_simply_full() {
     const BLOCK: usize = 640 << 10;
     for policy in POLICIES {
         for gap in [0, 7, 50] {
-            let scene = Scene::new(&format!("{policy},limit=512MiB"));
+            let scene = Scene::new(&format!("{},limit=512MiB", settings(policy)));
             let stream = scene.stream();
             let mut blocks = Vec::new();
             let bytes = |at: usize| if at % 100 < gap { BLOCK - 9000 } else { BLOCK };

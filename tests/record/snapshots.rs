@@ -36,11 +36,7 @@ fn blocks_older_than_the_trace_of_a_snapshot_come_first() {
         trace.join(",")
     );
     let snapshot = Snapshot::read(json.as_bytes()).unwrap();
-    let rows = |device| {
-        let trace = snapshot.to_trace("older", device).unwrap();
-        let rows = trace.rows().iter().map(ToString::to_string);
-        rows.collect::<Vec<_>>().join(" ")
-    };
+    let rows = |device| crate::scene::rows(&snapshot.to_trace("older", device).unwrap());
     // Live at the end, pending at the end, and freed by the trace; then what the trace says.
     let first = "a,0,1000,0 a,1,4000,0 a,2,300,0";
     assert_eq!(rows(0), format!("{first} f,2,0,0 a,3,2000,0 a,4,100,0"));
@@ -65,11 +61,8 @@ fn failed_requests_of_a_snapshot_are_rows() {
         {"action":"free_completed","addr":512,"size":100,"stream":0,"time_us":5}]]}"#;
     let trace = Snapshot::read(json.as_bytes()).unwrap();
     let trace = trace.to_trace("oom", 0).unwrap();
-    let rows: Vec<String> = trace.rows().iter().map(ToString::to_string).collect();
-    assert_eq!(
-        rows,
-        ["oom,0,900,0", "a,0,100,1", "oom,0,5000,1", "f,0,0,1"]
-    );
+    let rows = crate::scene::rows(&trace);
+    assert_eq!(rows, "oom,0,900,0 a,0,100,1 oom,0,5000,1 f,0,0,1");
     assert_eq!(trace.requested_peak(), 100);
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::common::rng::Rng;
 use crate::common::{Folder, wait_until};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::Error;
@@ -14,17 +15,6 @@ use cualloc::record::{
 };
 
 const MEAN: u64 = 64 << 10;
-
-/// Numbers that look random, always the same ones.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005);
-        self.0 = self.0.wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
-}
 
 std::thread_local! {
     static CURRENT: std::cell::Cell<Context> = const { std::cell::Cell::new(Context::NONE) };
@@ -81,7 +71,7 @@ fn estimates_are_within_a_twentieth_and_name_the_functions() {
     let folder = Folder::new("stacks");
     let file = folder.file("stacks.rec");
     let recorder = Recorder::start_with_stacks(Target::File(&file), MEAN).unwrap();
-    let mut numbers = Numbers(11);
+    let mut numbers = Rng::new(11);
     let (mut cache, mut weights) = (Vec::new(), Vec::new());
     let (mut asked, mut calls, mut frees) = (BTreeMap::new(), 0, 0);
     for round in 0..100_000u64 {
