@@ -1,12 +1,7 @@
 //! Address space stays bounded, however long a program runs and however many allocators it has.
 
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config, Policy, Request};
-use cualloc::driver::Stream;
-use cualloc::driver::sys::CUresult;
-use cualloc::error::{Cause, OutOfMemory};
-use cualloc::sim::{FailPlan, SimConfig};
+use crate::common::prelude::*;
+use cualloc::error::Cause;
 
 /// Uneven sizes from 1 to 64 MiB.
 fn sizes(round: usize) -> impl Iterator<Item = usize> {
@@ -101,41 +96,6 @@ fn a_thousand_allocators_of_a_device_share_its_address_space() {
     });
 }
 
-#[test]
-fn one_allocator_after_the_other_reserves_anew_only_when_none_is_left() {
-    only(Policy::Packed, |rig| {
-        let stream = rig.stream();
-        for round in 1..=3 {
-            let first = rig.allocator();
-            let one = first.allocate(8 * MIB, &stream).unwrap();
-            let second = rig.allocator();
-            let two = second.allocate(8 * MIB, &stream).unwrap();
-            drop(one);
-            first.close().unwrap();
-            assert_eq!(rig.calls("cuMemAddressFree"), round - 1);
-            drop(two);
-            second.close().unwrap();
-            assert_eq!(rig.calls("cuMemAddressReserve"), round);
-            assert_eq!(rig.calls("cuMemAddressFree"), round);
-        }
-    });
-}
-
-#[test]
-fn address_space_whose_free_failed_is_left_alone_by_the_next_close() {
-    only_on(Policy::Packed, SimConfig::default(), |rig| {
-        let Some(sim) = rig.sim() else { return };
-        let stream = rig.stream();
-        let allocator = rig.allocator();
-        drop(allocator.allocate(8 * MIB, &stream).unwrap());
-        sim.fail(FailPlan::call("cuMemAddressFree", CUresult::CUDA_ERROR_INVALID_VALUE).unwrap());
-        allocator.close().unwrap_err();
-        // The driver may have freed it, and reserved it for others.
-        allocator.close().unwrap();
-        assert_eq!(rig.calls("cuMemAddressFree"), 1);
-    });
-}
-
 /// A device of 24 GiB whose driver grants little address space, or none at a stretch.
 fn cramped(address_space: u64, longest_reservation: u64) -> SimConfig {
     SimConfig {
@@ -192,16 +152,13 @@ fn a_reservation_that_is_refused_is_tried_shorter() {
         (512 << 20, 3),
     ];
     for (longest, tries) in granted {
-        only_on(Policy::Packed, cramped(u64::MAX, longest), |rig| {
-            let Some(sim) = rig.sim() else { return };
+        only_simulated_on(Policy::Packed, cramped(u64::MAX, longest), |rig, sim| {
             let allocator = rig.allocator();
             assert_eq!(rig.calls("cuMemAddressReserve"), tries);
             let stream = rig.stream();
             // More than one reservation holds, in blocks that each fit into one.
             let bytes = 100 * MIB;
-            let blocks: Vec<Block> = (0..16)
-                .map(|_| allocator.allocate(bytes, &stream).unwrap())
-                .collect();
+            let blocks: Vec<Block> = allocator.allocate_blocks(16, bytes, &stream);
             for block in &blocks {
                 rig.stamp(block.ptr(), bytes, 1, &stream);
             }
@@ -216,32 +173,17 @@ fn a_reservation_that_is_refused_is_tried_shorter() {
     }
 }
 
-fn refusal(allocator: &Allocator, bytes: usize, stream: &Stream) -> OutOfMemory {
-    match allocator.allocate(bytes, stream) {
-        Err(Error::OutOfMemory(picture)) => *picture,
-        other => panic!("no refusal: {other:?}"),
-    }
-}
-
 /// Addresses are named, not memory, of which there is plenty; what is there goes on to serve.
 #[test]
 fn a_request_that_lacks_addresses_says_so() {
-    only_on(Policy::Packed, cramped(1 << 30, 512 << 20), |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    only_simulated_on(Policy::Packed, cramped(1 << 30, 512 << 20), |rig, _| {
         let (allocator, [stream]) = rig.scene();
         for single in [false, true] {
-            let request = Request::new(700 * MIB);
-            let request = if single {
-                request.single_handle()
-            } else {
-                request
+            let request = match single {
+                true => Request::new(700 * MIB).single_handle(),
+                false => Request::new(700 * MIB),
             };
-            let picture = match allocator.allocate_with(request, &stream) {
-                Err(Error::OutOfMemory(picture)) => *picture,
-                other => panic!("{other:?}"),
-            };
+            let picture = out_of_memory(allocator.allocate_with(request, &stream).unwrap_err());
             assert_eq!(picture.cause(), Cause::Refused, "{picture}");
             let driver = picture.driver.unwrap();
             assert_eq!(driver.call(), "cuMemAddressReserve");
@@ -257,30 +199,18 @@ fn a_request_that_lacks_addresses_says_so() {
         allocator.check().unwrap();
         // A want of memory is one still, whatever addresses there are.
         allocator.set_limit(Some(400 << 20));
-        assert_eq!(
-            refusal(&allocator, 700 * MIB, &stream).cause(),
-            Cause::Limit
-        );
+        let picture = out_of_memory(allocator.allocate(700 * MIB, &stream).unwrap_err());
+        assert_eq!(picture.cause(), Cause::Limit);
     });
 }
 
 /// Before it fails for want of addresses a request waits for work, and gives free memory back for longer holes.
 #[test]
 fn memory_that_stands_in_the_way_of_addresses_makes_room() {
-    only_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
-        let allocator = rig.checked_with(Config::new().views(false));
-        let [stream, other] = rig.streams();
-        let blocks: Vec<Block> = (0..6)
-            .map(|_| allocator.allocate(32 * MIB, &stream).unwrap())
-            .collect();
-        let held: Vec<Block> = blocks
-            .into_iter()
-            .enumerate()
-            .filter_map(|(at, block)| (at % 2 == 1).then_some(block))
-            .collect();
+    only_simulated_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig, _| {
+        let (allocator, [stream, other]) = rig.scene_with(Config::new().views(false));
+        let blocks = allocator.allocate_blocks(6, 32 * MIB, &stream);
+        let held: Vec<Block> = blocks.into_iter().skip(1).step_by(2).collect();
         allocator.synchronize().unwrap();
         // Holes of 32 MiB between blocks.
         allocator.trim(0).unwrap();
@@ -297,16 +227,13 @@ fn memory_that_stands_in_the_way_of_addresses_makes_room() {
 /// Small blocks have addresses of their own. Without any they lie where large ones do, if there is room.
 #[test]
 fn small_blocks_that_lack_addresses_lie_beside_large_ones() {
-    only_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    only_simulated_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig, _| {
         let (allocator, [stream]) = rig.scene();
         // The rest of its last handle is free.
         let large = allocator.allocate(512 * MIB - 64 * KIB, &stream).unwrap();
         let small = allocator.allocate(40 * KIB, &stream).unwrap();
         rig.stamp(small.ptr(), 40 * KIB, 1, &stream);
-        let picture = refusal(&allocator, 40 * KIB, &stream);
+        let picture = out_of_memory(allocator.allocate(40 * KIB, &stream).unwrap_err());
         assert_eq!(picture.cause(), Cause::Refused, "{picture}");
         drop(large);
         let again = allocator.allocate(40 * KIB, &stream).unwrap();

@@ -1,7 +1,6 @@
 //! The carving core on its own, over memory from elsewhere.
 
-use crate::common::{MIB, assert_matches};
-use cualloc::Error;
+use crate::common::prelude::*;
 use cualloc::allocator::{Carved, Carver, CarverStats};
 use cualloc::error::InvalidArgument;
 
@@ -113,8 +112,9 @@ fn s1_6_s1_7_s1_45_carver_finds_and_refuses() {
         let error = carver.insert(at, size, 1, request).unwrap_err();
         assert_eq!(carver.snapshot(), before, "{error}");
     }
+    let refused = carver.insert(64 * mib, mib, 1, 2 * MIB);
     assert_matches!(
-        carver.insert(64 * mib, mib, 1, 2 * MIB),
+        refused,
         Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
     );
     assert!(carver.record(7, 1).is_err());

@@ -1,9 +1,7 @@
 //! How blocks are cut out of segments, found, split and merged.
 
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, BlockInfo, BlockState, Policy};
-use cualloc::driver::Stream;
+use crate::common::prelude::*;
+use cualloc::allocator::{BlockInfo, BlockState};
 
 fn blocks(allocator: &Allocator) -> Vec<BlockInfo> {
     let segments = allocator.snapshot();
@@ -41,9 +39,7 @@ fn s1_1_s1_3_segments_have_the_classic_sizes() {
             let held = segment as u64;
             let _block = allocator.allocate(request, &stream).unwrap();
             assert_eq!(allocator.stats().all.reserved.current, held, "{request}");
-            if let Some(driver) = rig.driver_held() {
-                assert_eq!(driver, held, "{request}");
-            }
+            rig.assert_held(held);
         }
     });
 }
@@ -110,11 +106,12 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
                 let bytes = sizes.iter().sum();
                 allocator.reserve(bytes, &stream).unwrap();
             }
-            let [big, s1, first, s2, double, s3, second, s4] = row(&allocator, &stream, sizes);
+            let [big, _s1, first, _s2, double, _s3, second, _s4] = row(&allocator, &stream, sizes);
             let expected = [first.ptr(), second.ptr(), double.ptr(), big.ptr()];
             // The order of the frees does not matter.
             drop((second, big, first, double));
             let want = unit - unit / 4;
+            let mut used = Vec::new();
             for (at, address) in expected.into_iter().enumerate() {
                 let block = allocator.allocate(want, &stream).unwrap();
                 assert_eq!(block.ptr(), address, "unit {unit}, choice {at}");
@@ -123,22 +120,14 @@ fn s1_6_smallest_sufficient_block_then_lowest_address() {
                 if rest > 0 {
                     let filler = allocator.allocate(rest, &stream).unwrap();
                     assert_eq!(filler.ptr(), address + block.size());
-                    filler.into_raw();
+                    used.push(filler);
                 }
-                block.into_raw();
-            }
-            for address in blocks(&allocator).iter().filter(|b| {
-                b.state == BlockState::Live
-                    && ![s1.ptr(), s2.ptr(), s3.ptr(), s4.ptr()].contains(&b.address)
-            }) {
-                // SAFETY: given up by `into_raw` above, and not used.
-                unsafe { allocator.free_raw(address.address) }.unwrap();
+                used.push(block);
             }
         }
     });
 }
 
-/// S1.7: free memory of another stream whose work runs is not found.
 #[test]
 fn s1_7_free_blocks_of_another_stream_are_not_found() {
     each(|rig| {
@@ -301,8 +290,7 @@ fn s1_13_unknown_and_double_frees_are_refused() {
         let (ptr, end) = (block.into_raw(), neighbour.ptr() + neighbour.size());
         let refuse = |ptr: u64, expected: fn(&Error) -> bool| {
             let (stats, blocks) = (allocator.stats(), blocks(&allocator));
-            // SAFETY: none of these is accepted.
-            let error = unsafe { allocator.free_raw(ptr) }.unwrap_err();
+            let error = allocator.raw_free(ptr).unwrap_err();
             assert!(expected(&error), "{ptr:#x}: {error:?}");
             assert_eq!(allocator.stats(), stats);
             assert_eq!(self::blocks(&allocator), blocks);
@@ -314,8 +302,7 @@ fn s1_13_unknown_and_double_frees_are_refused() {
         refuse(0, |e| matches!(e, Error::NotOurs { .. }));
         refuse(0xdead_0000, |e| matches!(e, Error::NotOurs { .. }));
         refuse(u64::MAX, |e| matches!(e, Error::NotOurs { .. }));
-        // SAFETY: the block's only owner.
-        unsafe { allocator.free_raw(ptr) }.unwrap();
+        allocator.raw_free(ptr).unwrap();
         refuse(ptr, |e| matches!(e, Error::NotLive { .. }));
     });
 }
@@ -327,9 +314,7 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
         let (allocator, [stream]) = rig.scene();
         for bytes in [512, 3000, 24 << 10] {
             // More than are kept apart: some of them merge as they are freed.
-            let blocks: Vec<Block> = (0..60)
-                .map(|_| allocator.allocate(bytes, &stream).unwrap())
-                .collect();
+            let blocks: Vec<Block> = allocator.allocate_blocks(60, bytes, &stream);
             let (even, odd): (Vec<_>, Vec<_>) = blocks
                 .into_iter()
                 .enumerate()
@@ -345,8 +330,7 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
                 }
                 let before = allocator.stats();
                 for ptr in &all {
-                    // SAFETY: refused.
-                    let freed = unsafe { allocator.free_raw(*ptr) };
+                    let freed = allocator.raw_free(*ptr);
                     assert_matches!(freed, Err(Error::NotLive { .. }));
                     assert!(!allocator.owns(*ptr));
                 }
@@ -399,11 +383,10 @@ fn s1_16_recording_needs_a_live_block() {
         drop(block);
         let stats = allocator.stats();
         for (ptr, ours) in [(ptr, true), (ptr + 8, true), (0x77, false), (0, false)] {
-            // SAFETY: the stream is alive; no such block exists.
-            for error in unsafe {
+            for error in {
                 [
-                    allocator.record_stream_raw(ptr, reader.raw()),
-                    allocator.record_use_raw(ptr, reader.raw()),
+                    allocator.raw_record_stream(ptr, reader.raw()),
+                    allocator.raw_record_use(ptr, reader.raw()),
                 ]
             } {
                 match error {
@@ -441,8 +424,6 @@ fn s1_17_empty_cache_gives_back_what_is_free() {
             let live = |b: &BlockInfo| b.state == BlockState::Live;
             assert!(segment.blocks.iter().any(live), "{segment:?}");
         }
-        if let Some(held) = rig.driver_held() {
-            assert_eq!(held, stats.all.reserved.current);
-        }
+        rig.assert_held(stats.all.reserved.current);
     });
 }

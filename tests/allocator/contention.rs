@@ -1,16 +1,12 @@
 //! What one thread does in the driver keeps no other one from memory at hand, and a default
 //! configuration keeps memory.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Condvar;
+use std::sync::atomic::AtomicUsize;
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{GIB, KIB, MIB, Rig, assert_matches, each, only, wait_until};
-use cualloc::allocator::Policy;
-use cualloc::driver::{Context, Driver, Stream, sys};
-use cualloc::sim::FailPlan;
-use cualloc::{Allocator, Config, Error};
+use crate::common::prelude::*;
 
 /// A door in a driver function: shut, it keeps in the first call that comes until somebody opens it;
 /// other calls pass.
@@ -248,9 +244,7 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
         first.record_stream(&one).unwrap();
         first.record_stream(&other).unwrap();
         for _ in 0..100 {
-            let blocks: Vec<_> = (0..200)
-                .map(|_| allocator.allocate(KIB, &home).unwrap())
-                .collect();
+            let blocks: Vec<_> = allocator.allocate_blocks(200, KIB, &home);
             let arrived = AtomicUsize::new(0);
             // Both are at the same block at the same time, to a few instructions.
             let together = |visits: usize| {
@@ -286,8 +280,7 @@ fn uses_recorded_by_two_threads_at_once_are_both_kept() {
 fn r34_figures_agree_beside_batches_of_frees() {
     only(Policy::Packed, |rig| {
         const BATCH: usize = 512;
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(BATCH, &a).unwrap());
         drop(allocator.allocate(BATCH, &b).unwrap());
         // Batches begun to be freed. Without a pause the looks would hardly let go of the heap.
@@ -295,9 +288,7 @@ fn r34_figures_agree_beside_batches_of_frees() {
         std::thread::scope(|scope| {
             let worker = scope.spawn(|| {
                 for _ in 0..200 {
-                    let blocks: Vec<_> = (0..BATCH)
-                        .map(|_| allocator.allocate(512, &a).unwrap())
-                        .collect();
+                    let blocks: Vec<_> = allocator.allocate_blocks(BATCH, 512, &a);
                     for block in &blocks {
                         block.record_stream(&b).unwrap();
                     }
@@ -321,8 +312,7 @@ fn r34_figures_agree_beside_batches_of_frees() {
 /// driver takes that memory or not.
 #[test]
 fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
-    each(|rig| {
-        let Some(sim) = rig.sim() else { return };
+    each_simulated(|rig, sim| {
         let call = if rig.packed() {
             "cuMemUnmap"
         } else {

@@ -1,14 +1,8 @@
 //! Debug modes: errors that are planted, and what is found of them.
 
-use super::common::{RawStream, assert_matches, each_simulated, each_with_interludes, interlude};
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config, Request};
-use cualloc::driver::{Stream, sys};
+use super::common::prelude::*;
 use cualloc::error::{Finding, Misuse};
 use cualloc::record::Context;
-use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
-
-const MIB: usize = 1 << 20;
 
 struct Scene {
     simulator: Simulator,
@@ -105,10 +99,8 @@ fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
         let block = scene.take(MIB);
         let at = block.ptr();
         let raw = block.into_raw();
-        // SAFETY: the block's only owner frees it here.
-        unsafe { scene.allocator.free_raw(raw) }.unwrap();
-        // SAFETY: as above; it is freed a second time, which is refused.
-        let again = unsafe { scene.allocator.free_raw(raw) };
+        scene.allocator.raw_free(raw).unwrap();
+        let again = scene.allocator.raw_free(raw);
         assert_matches!(again, Err(Error::NotLive { ptr }) if ptr == at);
         scene.write(at + 100_000, 1, &scene.stream);
         scene.stream.synchronize().unwrap();
@@ -221,42 +213,23 @@ fn blocks_that_are_left_are_listed_with_their_tags() {
 fn streams_that_are_retired_and_raw_ones_are_waited_for_all_the_same() {
     each("guard+quarantine:1M+poison+leaks", |scene| {
         let raw = scene.allocator.create_stream().unwrap();
-        // SAFETY: the stream lives until the end, and the block is freed once.
-        unsafe {
-            let ptr = scene.allocator.allocate_raw(1000, raw.raw()).unwrap();
-            let default = scene
-                .allocator
-                .allocate_raw(1000, std::ptr::null_mut())
-                .unwrap();
-            let thread = scene
-                .allocator
-                .allocate_raw(1000, std::ptr::without_provenance_mut(2))
-                .unwrap();
-            scene
-                .allocator
-                .record_stream_raw(default, raw.raw())
-                .unwrap();
-            scene
-                .allocator
-                .record_use_raw(thread + 5, raw.raw())
-                .unwrap();
-            scene.allocator.synchronize().unwrap();
-            scene.simulator.busy(raw.raw(), 1_000_000).unwrap();
-            scene.write(ptr, 1000, &raw);
-            scene.write(default, 1000, &raw);
-            scene.allocator.retire_raw(raw.raw()).unwrap();
-            for block in [ptr, default, thread] {
-                scene.allocator.free_raw(block).unwrap();
-            }
+        let allocator = &scene.allocator;
+        let streams = [raw.raw(), std::ptr::null_mut(), 2 as sys::CUstream];
+        let [ptr, default, thread] = streams.map(|on| allocator.raw_allocate(1000, on).unwrap());
+        allocator.raw_record_stream(default, raw.raw()).unwrap();
+        allocator.raw_record_use(thread + 5, raw.raw()).unwrap();
+        allocator.synchronize().unwrap();
+        scene.simulator.busy(raw.raw(), 1_000_000).unwrap();
+        scene.write(ptr, 1000, &raw);
+        scene.write(default, 1000, &raw);
+        allocator.raw_retire(raw.raw()).unwrap();
+        for block in [ptr, default, thread] {
+            allocator.raw_free(block).unwrap();
         }
         assert_eq!(scene.allocator.findings(), []);
         scene.allocator.close().unwrap();
         assert_eq!(scene.allocator.findings(), []);
-        assert!(
-            scene.simulator.reports().is_empty(),
-            "{:?}",
-            scene.simulator.reports()
-        );
+        assert_eq!(scene.simulator.reports(), []);
     });
 }
 
@@ -288,11 +261,7 @@ fn a_program_without_errors_has_no_findings() {
         drop(kept);
         scene.allocator.close().unwrap();
         assert_eq!(scene.allocator.findings(), []);
-        assert!(
-            scene.simulator.reports().is_empty(),
-            "{:?}",
-            scene.simulator.reports()
-        );
+        assert_eq!(scene.simulator.reports(), []);
     });
 }
 
@@ -382,12 +351,10 @@ fn a_free_that_fails_keeps_no_handle_of_its_stream() {
             let config: Config = format!("debug={modes}").parse().unwrap();
             let allocator = rig.checked_with(config);
             let raw = RawStream::new(rig);
-            // SAFETY: the stream is alive.
-            let ptr = unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap();
+            let ptr = allocator.raw_allocate(MIB, raw.raw()).unwrap();
             let code = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
             sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
-            // SAFETY: nothing uses the block.
-            let free = || unsafe { allocator.free_raw(ptr) };
+            let free = || allocator.raw_free(ptr);
             assert_matches!(free(), Err(Error::Driver(_)));
             assert!(allocator.owns(ptr));
             allocator.retire(&raw.borrowed()).unwrap();
@@ -406,17 +373,14 @@ fn a_block_is_freed_once_however_long_its_free_takes() {
     each_with_interludes(|rig, _| {
         for syncs in 1..=3 {
             let config: Config = "debug=guard+poison".parse().unwrap();
-            let allocator = rig.checked_with(config);
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene_with(config);
             let ptr = allocator.allocate(MIB - 100, &stream).unwrap().into_raw();
             let again = allocator.clone();
             after_nth("cuStreamSynchronize", syncs, move || {
-                // SAFETY: it is refused.
-                let refused = unsafe { again.free_raw(ptr) };
+                let refused = again.raw_free(ptr);
                 assert_matches!(refused, Err(Error::NotLive { .. }));
             });
-            // SAFETY: the block was given away above.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
             assert!(!interlude::is_due(), "{syncs} waits");
             assert!(!allocator.owns(ptr));
         }
@@ -436,8 +400,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
     each_with_interludes(|rig, _| {
         for modes in ["guard", "guard+quarantine:30M+poison"] {
             let config: Config = format!("debug={modes}").parse().unwrap();
-            let allocator = rig.checked_with(config);
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene_with(config);
             let block = allocator.allocate(20 * MIB - 400, &stream).unwrap();
             let (at, others, on) = (block.ptr(), allocator.clone(), stream.clone());
             // The first is the wait for the block's stream, the second that for the read.
@@ -446,8 +409,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
                     drop(block);
                     let next = others.allocate(20 * MIB - 400, &on).unwrap();
                     assert_ne!(next.ptr(), at, "it is read");
-                    // SAFETY: it was freed before.
-                    let again = unsafe { others.free_raw(at) };
+                    let again = others.raw_free(at);
                     assert_matches!(again, Err(Error::NotLive { .. }));
                     drop(next);
                     others.trim(0).unwrap();
@@ -466,8 +428,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
 fn a_check_says_nothing_of_a_block_that_is_freed_meanwhile() {
     each_with_interludes(|rig, _| {
         let config: Config = "debug=guard".parse().unwrap();
-        let allocator = rig.checked_with(config);
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(config);
         let block = allocator.allocate(3 * MIB - 400, &stream).unwrap();
         let (at, others) = (block.ptr(), allocator.clone());
         interlude::after("cuStreamSynchronize", move || {
@@ -481,8 +442,7 @@ fn a_check_says_nothing_of_a_block_that_is_freed_meanwhile() {
         });
         allocator.check().unwrap();
         assert!(!interlude::is_due());
-        // SAFETY: its owner was forgotten.
-        unsafe { allocator.free_raw(at) }.unwrap();
+        allocator.raw_free(at).unwrap();
         assert_eq!(allocator.findings(), []);
     });
 }

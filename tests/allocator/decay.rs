@@ -1,11 +1,9 @@
 //! Idle memory that goes back by itself, by a clock that the tests advance.
 
+use crate::common::prelude::*;
 use std::time::Duration;
 
-use cualloc::allocator::{Allocator, Config};
-use cualloc::driver::Stream;
 use cualloc::resource::Clock;
-use cualloc::sim::{SimConfig, Simulator};
 
 const MIB: usize = 1 << 20;
 const SECOND: Duration = Duration::from_secs(1);

@@ -6,14 +6,13 @@
 use std::any::Any;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Barrier, Mutex};
+use std::sync::Barrier;
+use std::sync::atomic::AtomicI64;
 use std::thread;
 
+use crate::common::prelude::*;
 use crate::common::rng::Rng;
-use crate::common::{KIB, MIB, Rig, SetAtEnd, each, only};
-use cualloc::driver::Stream;
-use cualloc::{Allocator, Block, Policy, Stats};
+use cualloc::Stats;
 
 const THREADS: usize = 16;
 /// Fewer than threads: some share one.
@@ -331,7 +330,7 @@ fn small(allocator: &Allocator, stream: &Stream, bytes: usize) -> Vec<Block> {
 #[test]
 fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
     only(Policy::Packed, |rig| {
-        let (allocator, stream) = (rig.checked(), rig.stream());
+        let (allocator, [stream]) = rig.scene();
         drop(allocator.allocate(8 * MIB, &stream).unwrap());
         let _small = small(&allocator, &stream, MIB);
         let _large = allocator.allocate(8 * MIB, &stream).unwrap();
@@ -345,7 +344,7 @@ fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
 #[test]
 fn s1_19_large_blocks_have_peaks_below_that_of_all() {
     only(Policy::Packed, |rig| {
-        let (allocator, stream) = (rig.checked(), rig.stream());
+        let (allocator, [stream]) = rig.scene();
         let small = small(&allocator, &stream, 8 * MIB);
         let mut large = vec![allocator.allocate(8 * MIB, &stream).unwrap()];
         drop(small);

@@ -1,12 +1,8 @@
 //! Large blocks that are freed and asked for again at once: they stay with their stream cache, and nobody
 //! else sees a difference.
 
-use std::sync::{Arc, Mutex};
-
-use crate::common::{KIB, MIB, RawStream, Rig, assert_matches, only};
-use cualloc::allocator::{BlockState, Counter, Policy, PoolStats, Request};
-use cualloc::driver::Stream;
-use cualloc::{Allocator, Block, Config, Error};
+use crate::common::prelude::*;
+use cualloc::allocator::{BlockState, Counter, PoolStats};
 
 const LARGE: usize = 3 * MIB;
 
@@ -104,11 +100,10 @@ fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
         assert_eq!(allocator.stats().all.requested, during.all.requested);
         drop(block);
         let after = allocator.stats();
-        for (pools, requested) in [
-            ([before.all, during.all, after.all], LARGE - 100),
-            ([before.large, during.large, after.large], LARGE - 100),
+        for [before, during, after] in [
+            [before.all, during.all, after.all],
+            [before.large, during.large, after.large],
         ] {
-            let [before, during, after] = pools;
             assert_eq!(before.allocations.current, 1);
             assert_eq!(during.allocations.current, 2);
             assert_eq!(after.allocations.current, 1);
@@ -127,7 +122,7 @@ fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
                 during.current - before.current
             };
             assert_eq!(more(|pool| pool.allocations), 1);
-            assert_eq!(more(|pool| pool.requested), requested as u64);
+            assert_eq!(more(|pool| pool.requested), LARGE as u64 - 100);
             assert_eq!(more(|pool| pool.allocated), LARGE as u64);
             assert_eq!(more(|pool| pool.active), LARGE as u64);
         }
@@ -149,8 +144,7 @@ fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
 #[test]
 fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = rig.checked();
+        let (allocator, [a]) = rig.scene();
         // No request below is the largest so far.
         drop(allocator.allocate(64 * MIB, &a).unwrap());
         make_used(&allocator, &a);
@@ -163,9 +157,7 @@ fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
         drop(allocator.allocate(LARGE - MIB, &a).unwrap());
         assert_eq!(peak(&allocator), LARGE as u64);
         make_used(&allocator, &a);
-        let _small: Vec<Block> = (0..LARGE / (64 * KIB))
-            .map(|_| allocator.allocate(64 * KIB, &a).unwrap())
-            .collect();
+        let _small = allocator.allocate_blocks(LARGE / (64 * KIB), 64 * KIB, &a);
         assert_eq!(peak(&allocator), LARGE as u64);
         let _block = allocator.allocate(LARGE, &a).unwrap();
         assert_eq!(peak(&allocator), 2 * LARGE as u64);
@@ -178,14 +170,14 @@ fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
         let a = rig.stream();
         let allocator = used_to_pairs(rig, &a);
         let ptr = allocator.allocate(LARGE, &a).unwrap().into_raw();
-        // SAFETY: the block is nobody's but ours.
-        unsafe { allocator.free_raw(ptr) }.unwrap();
-        // SAFETY: refused, as the block is free.
-        let again = unsafe { allocator.free_raw(ptr) };
-        assert_matches!(again, Err(Error::NotLive { .. }));
-        // SAFETY: as above.
-        let inside = unsafe { allocator.free_raw(ptr + 512) };
-        assert_matches!(inside, Err(Error::NotLive { .. }));
+        let inside = allocator.raw_free(ptr + 512);
+        assert_matches!(inside, Err(Error::InteriorPointer { base, .. }) if base == ptr);
+        assert_eq!(allocator.usable_size(ptr), Some(LARGE as u64));
+        assert!(allocator.owns(ptr + 1000));
+        allocator.raw_free(ptr).unwrap();
+        for ptr in [ptr, ptr + 512] {
+            assert_matches!(allocator.raw_free(ptr), Err(Error::NotLive { .. }));
+        }
         assert!(!allocator.owns(ptr));
         assert!(allocator.block_of(ptr).is_none());
         assert_eq!(allocator.usable_size(ptr), None);
@@ -194,28 +186,11 @@ fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
     });
 }
 
-#[test]
-fn interior_pointers_of_lives_in_large_caches_are_told() {
-    packed(|rig| {
-        let a = rig.stream();
-        let allocator = used_to_pairs(rig, &a);
-        let block = allocator.allocate(LARGE, &a).unwrap();
-        // SAFETY: refused, as no block begins there.
-        let inside = unsafe { allocator.free_raw(block.ptr() + 512) };
-        assert_matches!(inside, Err(Error::InteriorPointer { base, .. }) if base == block.ptr());
-        assert_eq!(allocator.usable_size(block.ptr()), Some(LARGE as u64));
-        assert!(allocator.owns(block.ptr() + 1000));
-        drop(block);
-        rig.close(&allocator);
-    });
-}
-
 /// A use by another stream, and a guard, hold for the present life, and keep its memory after its end.
 #[test]
 fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
     packed(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         make_used(&allocator, &a);
         let hold = rig.busy(&b);
@@ -243,8 +218,7 @@ fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
 #[test]
 fn s1_40_memory_in_large_caches_is_there_for_others() {
     packed(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked_with(Config::new().limit(Some(4 * MIB as u64)));
+        let (allocator, [a, b]) = rig.scene_with(Config::new().limit(Some(4 * MIB as u64)));
         drop(allocator.allocate(4 * MIB, &a).unwrap());
         make_used(&allocator, &a);
         assert!(pairs_stay(&allocator, &a));
@@ -266,8 +240,7 @@ fn s1_40_memory_in_large_caches_is_there_for_others() {
 #[test]
 fn memory_in_large_caches_comes_before_more_memory() {
     packed(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(13 * MIB, &a).unwrap());
         let row = [2, 2, 2, 2, 5].map(|mib| Some(allocator.allocate(mib * MIB, &a).unwrap()));
         let [_first, hole, _second, gap, last] = row;
@@ -285,15 +258,9 @@ fn memory_in_large_caches_comes_before_more_memory() {
 #[test]
 fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = rig.checked_limit(8 * MIB);
-        let row: Vec<Block> = [2, 3, 3]
-            .into_iter()
-            .map(|mib| allocator.allocate(mib * MIB, &a).unwrap())
-            .collect();
-        let mut row = row.into_iter();
-        let left = row.next().unwrap();
-        let middle = row.next().unwrap();
+        let (allocator, [a]) = rig.scene_limit(8 * MIB);
+        let row = [2, 3, 3].map(|mib| allocator.allocate(mib * MIB, &a).unwrap());
+        let [left, middle, _right] = row;
         drop(middle);
         make_used(&allocator, &a);
         assert!(pairs_stay(&allocator, &a));
@@ -379,29 +346,11 @@ fn what_comes_out_of_a_large_cache_is_marked_in_a_call_of_its_stream() {
     });
 }
 
-/// A free of anything else opens a better place.
-#[test]
-fn what_lies_in_a_large_cache_goes_home_when_something_else_is_freed() {
-    packed(|rig| {
-        let a = rig.stream();
-        let allocator = rig.checked();
-        drop(allocator.allocate(64 * MIB, &a).unwrap());
-        let hole = allocator.allocate(LARGE, &a).unwrap();
-        let _wall = allocator.allocate(MIB, &a).unwrap();
-        make_used(&allocator, &a);
-        let at = hole.ptr();
-        drop(hole);
-        let block = allocator.allocate(LARGE, &a).unwrap();
-        assert_eq!(block.ptr(), at, "the tightest place");
-    });
-}
-
 /// A place that was chosen for an alignment is not given to a request that asked for none.
 #[test]
 fn blocks_with_wishes_do_not_go_in_a_large_cache() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = rig.checked();
+        let (allocator, [a]) = rig.scene();
         drop(allocator.allocate(64 * MIB, &a).unwrap());
         let _wall = allocator.allocate(LARGE - 512, &a).unwrap();
         make_used(&allocator, &a);
@@ -464,8 +413,7 @@ fn layouts_do_not_depend_in_large_caches() {
 #[test]
 fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = rig.checked_limit(30 * MIB);
+        let (allocator, [a]) = rig.scene_limit(30 * MIB);
         for bytes in [LARGE, 8 * MIB] {
             for _ in 0..4 {
                 drop(allocator.allocate(bytes, &a).unwrap());

@@ -1,11 +1,7 @@
 //! A stream alone: large blocks come and go on a short way through the heap, to the same end as on the
 //! long one.
 
-use crate::common::{MIB, Rig, only};
-use cualloc::allocator::Policy;
-use cualloc::driver::{Stream, sys};
-use cualloc::sim::FailPlan;
-use cualloc::{Allocator, Block};
+use crate::common::prelude::*;
 
 const LARGE: usize = 3 * MIB;
 
@@ -23,31 +19,11 @@ fn row<const N: usize>(allocator: &Allocator, stream: &Stream, mib: [usize; N]) 
     row
 }
 
-/// The last block closes an allocator that has no handle any more.
-#[test]
-fn the_last_large_block_closes_an_allocator_without_handles() {
-    packed(|rig| {
-        let stream = rig.stream();
-        let allocator = rig.allocator();
-        let blocks = [LARGE, LARGE].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
-        drop(allocator);
-        let Some(sim) = rig.sim() else { return };
-        let [first, last] = blocks;
-        drop(first);
-        assert!(sim.leaks().bytes >= LARGE as u64, "one is live");
-        drop(last);
-        let leaks = sim.leaks();
-        assert_eq!((leaks.handles, leaks.mappings, leaks.bytes), (0, 0, 0));
-        assert_eq!(rig.driver_held(), Some(0));
-    });
-}
-
 /// R24: the last marker of a stream covers what is freed on it later, also while there is no other one.
 #[test]
 fn r24_what_is_freed_on_a_retired_stream_is_covered() {
     packed(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked_limit(4 * MIB);
+        let (allocator, [a, b]) = rig.scene_limit(4 * MIB);
         for others in [false, true] {
             let block = allocator.allocate(LARGE, &a).unwrap();
             allocator.retire(&a).unwrap();
@@ -70,8 +46,7 @@ fn r24_what_is_freed_on_a_retired_stream_is_covered() {
 #[test]
 fn s3_29_memory_that_is_idle_longest_goes_first() {
     packed(|rig| {
-        let stream = rig.stream();
-        let allocator = rig.checked();
+        let (allocator, [stream]) = rig.scene();
         let [low, _low_wall, high, _high_wall] = row(&allocator, &stream, [6, 2, 6, 2]);
         let (first, second) = (low.ptr(), high.ptr());
         drop(low);
@@ -93,8 +68,7 @@ fn s3_29_memory_that_is_idle_longest_goes_first() {
 fn s1_6_what_a_gone_stream_used_is_found() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let [gone, stream] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [gone, stream]) = rig.scene();
         drop(allocator.allocate(LARGE, &gone).unwrap());
         allocator.synchronize().unwrap();
         let [hole, _wall, rest, _end] = row(&allocator, &stream, [2, 2, 8, 2]);

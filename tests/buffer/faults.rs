@@ -2,12 +2,10 @@
 
 use super::Rig;
 use super::rig::streams;
-use crate::common::{column, set, values};
-use cualloc::driver::Stream;
-use cualloc::driver::sys::CUresult;
+use crate::common::prelude::*;
+use cualloc::PinnedBuffer;
 use cualloc::resource::Access;
-use cualloc::sim::{FailPlan, Leaks, Mode, Simulator};
-use cualloc::{Allocator, DeviceBuffer, Error, PinnedBuffer};
+use cualloc::sim::Leaks;
 
 /// Two streams, all kinds of operations; stops at the first error.
 fn program(rig: &Rig, alloc: &Allocator) -> Result<(), Box<dyn std::error::Error>> {
@@ -119,7 +117,7 @@ fn order_is_kept_by_other_means() {
         refuse(sim, "cuStreamWaitEvent", 2, 1);
         refuse(sim, "cuStreamSynchronize", 1, 1);
         let error = buffer.fill(3, &other).unwrap_err();
-        assert!(matches!(error, Error::Driver(_)), "{error:?}");
+        assert_matches!(error, Error::Driver(_));
         assert_eq!(sim.clear_failures(), 0);
         drop(buffer);
         let next = DeviceBuffer::filled(alloc, 4096, 4u8, &home).unwrap();
@@ -176,10 +174,10 @@ fn d8_an_operation_that_could_not_be_ordered_is_made_up_for() {
             refuse(sim, "cuStreamWaitEvent", 2, u64::MAX);
             refuse(sim, "cuStreamSynchronize", 1, u64::MAX);
             let error = buffer.fill(3, &other).unwrap_err();
-            assert!(matches!(error, Error::Driver(_)), "{error:?}");
+            assert_matches!(error, Error::Driver(_));
             for _ in 0..2 {
                 let error = buffer.fill(4, &third).unwrap_err();
-                assert!(matches!(error, Error::Driver(_)), "{error:?}");
+                assert_matches!(error, Error::Driver(_));
                 buffer = *buffer.free().unwrap_err().value;
             }
             if last == "drop in need" {
@@ -221,7 +219,7 @@ fn d8_work_of_another_threads_own_stream_outlasts_a_dropped_buffer() {
             sim.as_thread(1, || {
                 let own = Stream::per_thread(&rig.contexts[0]);
                 let error = buffer.fill(3, &own).unwrap_err();
-                assert!(matches!(error, Error::Driver(_)), "{error:?}");
+                assert_matches!(error, Error::Driver(_));
             });
             sim.clear_failures();
             assert!(!sim.pending().is_empty());
@@ -274,7 +272,7 @@ fn refused_waits_leave_the_callers_memory_alone() {
             assert_eq!(sim.take_reports(), []);
         };
         let unseen = |error: &Error| {
-            assert!(matches!(error, Error::Unseen(_)), "{error:?}");
+            assert_matches!(error, Error::Unseen(_));
             assert_eq!(
                 error.driver_error().unwrap().code(),
                 CUresult::CUDA_ERROR_NOT_PERMITTED
@@ -338,7 +336,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         refuse_order(1);
         // SAFETY: kept until the error says that the copy is over.
         let copied = unsafe { buffer.as_slice().copy_to_slice_async(&mut target, &other) };
-        assert!(matches!(copied, Err(Error::Driver(_))), "{copied:?}");
+        assert_matches!(copied, Err(Error::Driver(_)));
         assert!(sim.pending().is_empty());
         assert_eq!(target, [7; 4096]);
         // Its order is made up for by the next call.
@@ -347,7 +345,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         target.fill(8);
         // SAFETY: as above.
         let copied = unsafe { buffer.as_mut_slice().copy_from_slice_async(&target, &other) };
-        assert!(matches!(copied, Err(Error::Driver(_))), "{copied:?}");
+        assert_matches!(copied, Err(Error::Driver(_)));
         target.fill(9);
         sim.complete_all();
         assert_eq!(buffer.to_vec().unwrap(), [8; 4096]);
@@ -356,7 +354,7 @@ fn r2_asynchronous_copies_that_fail_are_waited_for() {
         refuse(sim, "cuCtxSynchronize", 1, u64::MAX);
         // SAFETY: kept until all work is complete.
         let copied = unsafe { buffer.as_slice().copy_to_slice_async(&mut target, &other) };
-        assert!(matches!(copied, Err(Error::Unseen(_))), "{copied:?}");
+        assert_matches!(copied, Err(Error::Unseen(_)));
         sim.clear_failures();
         sim.complete_all();
         assert_eq!(target, [8; 4096]);

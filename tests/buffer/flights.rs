@@ -1,17 +1,14 @@
 //! Copies in flight: awaited, and told of by the driver.
 
+use crate::common::prelude::*;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::task::{self, Poll, Wake, Waker};
 
-use cualloc::driver::sys::CUresult;
-use cualloc::driver::{Context, Stream};
+use cualloc::PinnedBuffer;
 use cualloc::pool::{PinnedConfig, PinnedPool};
 use cualloc::resource::{CudaMemory, MemoryResource};
-use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
-use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 use crate::rig::Rig;
 
@@ -61,7 +58,7 @@ fn s4_23_a_copy_can_be_awaited() {
         assert_eq!(host.unwrap()[..], [7; 1000]);
         // There is nothing any more to be had of it.
         let after = copy.as_mut().poll(&mut here);
-        assert!(matches!(after, Poll::Ready(Err(Error::Abandoned))));
+        assert_matches!(after, Poll::Ready(Err(Error::Abandoned)));
         // Nothing to wait for.
         let empty = DeviceBuffer::<u32>::zeroed(alloc, 0, stream).unwrap();
         let host = PinnedBuffer::uninit(&rig.contexts[0], 0).unwrap();

@@ -9,11 +9,11 @@ mod order;
 mod resources;
 mod rig;
 
+use common::prelude::*;
+use cualloc::PinnedBuffer;
 use cualloc::buffer::{CopyInFlight, DeviceSlice, DeviceSliceMut};
-use cualloc::driver::Stream;
 use cualloc::error::{InvalidArgument, StreamMisuse};
 use cualloc::resource::Access;
-use cualloc::{Allocator, DeviceBuffer, Error, PinnedBuffer};
 use rig::{POLICIES, Rig};
 use std::mem::MaybeUninit;
 
@@ -128,7 +128,7 @@ fn s1_21_s0_1_no_elements_no_memory_no_call() {
         assert_eq!(empty.as_slice().cast::<u8>().unwrap().len(), 0);
         assert!(empty.slice(..1).is_err());
         let kept = other.into_block().unwrap_err();
-        assert!(matches!(kept.error, Error::NotSupported { .. }));
+        assert_matches!(kept.error, Error::NotSupported { .. });
         kept.value.free().unwrap();
         empty.free().unwrap();
         drop((filled, unset, nothing));
@@ -154,10 +154,7 @@ fn sizes_that_overflow_are_refused_before_any_call() {
             too_large(PinnedBuffer::<i64>::zeroed(&rig.contexts[0], len).unwrap_err());
         }
         let error = DeviceBuffer::filled(alloc, usize::MAX, 1u8, stream).unwrap_err();
-        assert!(
-            matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. })),
-            "{error:?}"
-        );
+        assert_matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. }));
         let error = DeviceBuffer::<u8>::zeroed(alloc, isize::MAX as usize, stream).unwrap_err();
         let expected = Error::Invalid(InvalidArgument::Size {
             bytes: isize::MAX as u64,
@@ -274,21 +271,15 @@ fn bytes_and_casts() {
 
         let bytes = buffer.as_slice().as_bytes();
         let error = bytes.slice(1..5).unwrap().cast::<u32>().unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::Invalid(InvalidArgument::Misaligned { alignment: 4, .. })
-            ),
-            "{error:?}"
+        assert_matches!(
+            error,
+            Error::Invalid(InvalidArgument::Misaligned { alignment: 4, .. })
         );
         for error in [
             bytes.slice(..6).unwrap().cast::<u32>().unwrap_err(),
             bytes.cast::<[u8; 0]>().map(|_| ()).unwrap_err(),
         ] {
-            assert!(
-                matches!(error, Error::Invalid(InvalidArgument::Remainder { .. })),
-                "{error:?}"
-            );
+            assert_matches!(error, Error::Invalid(InvalidArgument::Remainder { .. }));
         }
     });
 }
@@ -324,17 +315,14 @@ fn uninitialised_memory_and_blocks_go_in_and_out() {
         let error = unsafe {
             DeviceBuffer::<u8>::from_block(block, usable as usize + 1, stream).unwrap_err()
         };
-        assert!(
-            matches!(error.error, Error::Invalid(InvalidArgument::TooSmall { needed, usable: u })
-                if needed == 513 && u as u64 == usable)
-        );
+        assert_matches!(error.error, Error::Invalid(InvalidArgument::TooSmall { needed, usable: u }) if needed == 513 && u as u64 == usable);
         // SAFETY: as above.
         let error = unsafe { DeviceBuffer::<u64>::from_block(*error.value, usize::MAX, stream) }
             .unwrap_err();
-        assert!(matches!(
+        assert_matches!(
             error.error,
             Error::Invalid(InvalidArgument::TooLarge { .. })
-        ));
+        );
         error.value.free().unwrap();
 
         // A large alignment reaches the allocator.
@@ -442,7 +430,7 @@ fn two_devices() {
         let copy = far.download(*error.value, &streams[1]).unwrap();
         assert_eq!(copy.wait().unwrap()[..], values);
         let refused = DeviceBuffer::<u8>::zeroed(&rig.allocs[1], 1, &streams[0]).unwrap_err();
-        assert!(matches!(refused, Error::WrongDevice { .. }));
+        assert_matches!(refused, Error::WrongDevice { .. });
         drop((far, second, third, streams));
         rig.finish();
     }
@@ -467,15 +455,9 @@ fn default_streams() {
             scope
                 .spawn(|| {
                     let error = buffer.fill(5, stream).unwrap_err();
-                    assert!(
-                        matches!(error, Error::Stream(StreamMisuse::WrongThread)),
-                        "{error:?}"
-                    );
+                    assert_matches!(error, Error::Stream(StreamMisuse::WrongThread));
                     let error = buffer.to_vec().unwrap_err();
-                    assert!(
-                        matches!(error, Error::Stream(StreamMisuse::WrongThread)),
-                        "{error:?}"
-                    );
+                    assert_matches!(error, Error::Stream(StreamMisuse::WrongThread));
                 })
                 .join()
                 .unwrap();

@@ -2,12 +2,13 @@
 
 use super::Rig;
 use super::rig::streams;
+use crate::common::prelude::*;
 use crate::common::rng::Rng;
-use cualloc::driver::{Entered, Stream, sys};
+use cualloc::driver::Entered;
 use cualloc::error::StreamMisuse;
 use cualloc::resource::Access;
-use cualloc::sim::{Mode, Report, Simulator};
-use cualloc::{Allocator, CopyInFlight, DeviceBuffer, Error, PinnedBuffer};
+use cualloc::sim::Report;
+use cualloc::{CopyInFlight, PinnedBuffer};
 
 impl Rng {
     fn range(&mut self, len: usize) -> (usize, usize) {
@@ -333,10 +334,7 @@ fn streams_that_capture_are_refused() {
                 refused(buffer.to_vec().map(drop));
                 let error = buffer.free().unwrap_err();
                 let named = captured.raw() as usize;
-                assert!(
-                    matches!(error.error, Error::Capturing { stream } if stream == named),
-                    "{error:?}"
-                );
+                assert_matches!(error.error, Error::Capturing { stream } if stream == named);
                 buffer = *error.value;
             }
             assert_eq!(rig.driver.calls().since(&calls).get("cuMemsetD8Async"), 0);

@@ -1,16 +1,14 @@
 //! Buffers over memory of any resource, and of others.
 
+use crate::common::prelude::*;
 use std::mem::MaybeUninit;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 
-use cualloc::allocator::{BlockState, Request};
-use cualloc::driver::{Entered, Stream};
+use cualloc::allocator::BlockState;
+use cualloc::driver::Entered;
 use cualloc::error::InvalidArgument;
 use cualloc::pool::{DriverPool, DriverPoolConfig, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource};
-use cualloc::sim::Mode;
-use cualloc::{Allocator, DeviceBuffer, Error};
 
 use crate::rig::{Rig, streams};
 
@@ -56,7 +54,7 @@ fn every_resource_takes_its_memory_back() {
                     unsafe { DeviceBuffer::from_block(block, 3, stream) }.unwrap()
                 }
                 Err(refused) => {
-                    assert!(matches!(refused.error, Error::NotSupported { .. }));
+                    assert_matches!(refused.error, Error::NotSupported { .. });
                     *refused.value
                 }
             };
@@ -90,13 +88,10 @@ fn s1_19_a_request_says_how_much_and_where() {
         let calls = alloc.driver_calls();
         for bytes in [0, 6] {
             let error = DeviceBuffer::<u32>::uninit_with(alloc, Request::new(bytes), stream);
-            assert!(matches!(
-                error.unwrap_err(),
-                Error::Invalid(InvalidArgument::Size { bytes: told }) if told == bytes as u64
-            ));
+            assert_matches!(error.unwrap_err(), Error::Invalid(InvalidArgument::Size { bytes: told }) if told == bytes as u64);
         }
         let over = DeviceBuffer::<u8>::uninit(&budget, 10_001, stream);
-        assert!(matches!(over.unwrap_err(), Error::OverBudget { .. }));
+        assert_matches!(over.unwrap_err(), Error::OverBudget { .. });
         assert_eq!(alloc.driver_calls(), calls);
     });
 }
@@ -155,7 +150,7 @@ fn memory_of_others_goes_with_its_owner() {
         buffer.fill(3, &other).unwrap();
         assert_eq!(buffer.to_vec().unwrap(), [3; 64]);
         let refused = buffer.into_block().unwrap_err();
-        assert!(matches!(refused.error, Error::NotSupported { .. }));
+        assert_matches!(refused.error, Error::NotSupported { .. });
         assert_eq!(count(), 0);
         refused.value.free().unwrap();
         assert_eq!(count(), 1);
@@ -166,10 +161,10 @@ fn memory_of_others_goes_with_its_owner() {
                 DeviceBuffer::<u32>::from_raw_parts(2, 0, stream, Owner(Arc::clone(&dropped))),
             )
         };
-        assert!(matches!(
+        assert_matches!(
             misaligned.unwrap_err(),
             Error::Invalid(InvalidArgument::Misaligned { ptr: 2, .. })
-        ));
+        );
         assert_eq!((empty.unwrap().as_device_ptr(), count()), (0, 3));
     });
 }

@@ -1,9 +1,7 @@
 //! Drivers, contexts and allocators to test buffers with.
 
-use crate::common::{driver_under_test, on_cuda};
-use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{Leaks, SimConfig, Simulator};
-use cualloc::{Allocator, Config, Policy};
+use crate::common::prelude::*;
+use cualloc::sim::Leaks;
 
 pub const POLICIES: [Policy; 2] = [Policy::Classic, Policy::Packed];
 

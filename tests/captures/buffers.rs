@@ -1,17 +1,13 @@
 //! D4: captures that meet buffers and columns, which cost the calls that meet them, and nothing behind their
 //! ends.
 
-use cualloc::allocator::Allocator;
-use cualloc::driver::{Stream, sys};
 use cualloc::exchange::dlpack::DLManagedTensorVersioned;
-use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
+use cualloc::exchange::{DType, Dlpack, Tensor};
 use cualloc::pool::WorkspacePool;
 use cualloc::resource::{Access, CudaMemory, MemoryResource};
-use cualloc::sim::Mode;
-use cualloc::{DeviceBuffer, Error, Request};
 
 use crate::common::capturing::*;
-use crate::common::*;
+use crate::common::prelude::*;
 
 fn capturing(result: Result<(), Error>, stream: &Stream) {
     match result {
@@ -21,8 +17,7 @@ fn capturing(result: Result<(), Error>, stream: &Stream) {
 }
 
 fn one_block_is_live(allocator: &Allocator) {
-    let error = allocator.close().unwrap_err();
-    assert_matches!(error, Error::InUse { count: 1, .. });
+    assert_matches!(allocator.close(), Err(Error::InUse { count: 1, .. }));
 }
 
 /// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next
@@ -119,90 +114,54 @@ fn freed_behind_the_capture<T>(rig: &Rig, make: impl Fn(&Allocator, &Stream) -> 
 /// D4
 #[test]
 fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
-    for bytes in [1000, 4 << 20] {
-        each(|rig| {
+    each(|rig| {
+        for bytes in [1000, 4 << 20] {
             freed_behind_the_capture(rig, |allocator, home| {
                 DeviceBuffer::<u8>::zeroed(allocator, bytes, home).unwrap()
             });
-        });
-    }
-}
-
-/// D4
-#[test]
-fn d4_a_column_of_a_retired_stream_dropped_in_its_capture_is_freed() {
-    each(|rig| {
+        }
         freed_behind_the_capture(rig, |allocator, home| {
             Tensor::zeroed(allocator, DType::F32, &[1 << 18], home).unwrap()
         });
     });
 }
 
-/// D4: what ends with a wait for a whole context does without it while a stream of this crate's captures there, whose
-/// capture it would spoil: a block is freed behind that, and what cannot be put off is refused.
+/// D4: what ends with a wait for a whole context does without it while a stream captures there, whose capture it would
+/// spoil: a block is freed behind that, and what cannot be put off is refused. The stream may be one of this crate's, a
+/// thread's own default stream, or another blocking stream that nobody knows.
 #[test]
 fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
     each(|rig| {
+        let raw = RawStream::blocking(rig);
         let (allocator, [home, other]) = rig.scene();
         let plain = CudaMemory::new(&rig.context);
-        let block = plain.allocate_block(&Request::new(4096), &home).unwrap();
-        let lent = Tensor::zeroed(&*allocator, DType::F32, &[1 << 18], &home).unwrap();
-        // SAFETY: the consumer does nothing with it.
-        let unknown = unsafe { Peer::ordered() };
-        let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&unknown).unwrap();
-        drop(lent);
-        let capture = Capturing::begin(&other, MODE);
-        // The last release waits for all work of the context.
-        drop(export);
-        let refused = plain.deallocate_block(block).unwrap_err();
-        // A later call tries again.
-        drop(allocator.allocate(MIB, &home).unwrap());
-        assert_eq!(allocator.stats().all.allocations.current, 1);
-        // A capture that was spoilt ends with an error.
-        drop(capture.end().unwrap());
-        plain.deallocate_block(*refused.value).unwrap();
-        drop(allocator.allocate(MIB, &home).unwrap());
-        assert_eq!(allocator.stats().all.allocations.current, 0);
-    });
-}
-
-/// D4: nor that of a thread's own default stream, or of another blocking stream that nobody of this crate's knows.
-#[test]
-fn d4_no_end_of_a_memory_spoils_a_capture_of_a_blocking_stream() {
-    each(|rig| {
-        let allocator = rig.allocator();
-        let home = rig.stream();
-        let raw = RawStream::blocking(rig);
-        let plain = CudaMemory::new(&rig.context);
-        for own in [true, false] {
+        // On another thread nobody can ask a thread's own stream.
+        for (stream, elsewhere) in [
+            (other, false),
+            (Stream::per_thread(&rig.context), true),
+            (raw.borrowed(), true),
+        ] {
             let block = plain.allocate_block(&Request::new(4096), &home).unwrap();
-            let lent = Tensor::zeroed(&allocator, DType::F32, &[1 << 18], &home).unwrap();
-            // SAFETY: the consumer does nothing with it.
-            let unknown = unsafe { Peer::ordered() };
-            let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&unknown).unwrap();
+            let lent = Tensor::zeroed(&*allocator, DType::F32, &[1 << 18], &home).unwrap();
+            let export: Dlpack<DLManagedTensorVersioned> = lent.to_dlpack(&ordered()).unwrap();
             drop(lent);
-            let stream = match own {
-                true => Stream::per_thread(&rig.context),
-                false => raw.borrowed(),
-            };
             let capture = Capturing::begin(&stream, MODE);
-            // On another thread nobody can ask a thread's own stream.
-            let refused = std::thread::scope(|scope| {
-                let there = scope.spawn(|| {
-                    drop(export);
-                    plain.deallocate_block(block).unwrap_err()
-                });
-                there.join().unwrap()
-            });
-            let live = allocator.stats().all.allocations.current;
-            let graph = capture.end();
-            assert!(graph.is_ok(), "own {own}: {graph:?}");
-            assert_eq!(live, 1);
+            let ends = || {
+                // The last release waits for all work of the context.
+                drop(export);
+                plain.deallocate_block(block).unwrap_err()
+            };
+            let refused = match elsewhere {
+                true => std::thread::scope(|scope| scope.spawn(ends).join().unwrap()),
+                false => ends(),
+            };
+            assert_eq!(allocator.stats().all.allocations.current, 1);
+            // A capture that was spoilt ends with an error.
+            drop(capture.end().unwrap());
             plain.deallocate_block(*refused.value).unwrap();
+            // A later call tries again.
             drop(allocator.allocate(MIB, &home).unwrap());
             assert_eq!(allocator.stats().all.allocations.current, 0);
         }
-        rig.close(&allocator);
-        raw.destroy();
     });
 }

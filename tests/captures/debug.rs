@@ -1,8 +1,7 @@
 //! Debug modes beside captures: none is spoilt, and nothing is found that is not so.
 
 use super::*;
-use cualloc::allocator::{Config, Scope};
-use cualloc::driver::Stream;
+use cualloc::allocator::Scope;
 use cualloc::error::{Finding, Misuse};
 
 const ALL: &str = "debug=guard+quarantine:1M+poison+leaks";
@@ -79,8 +78,8 @@ fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
 fn a_block_that_cannot_be_read_stays_in_quarantine() {
     alone(|| {
         each_with_interludes(|rig, _| {
-            let allocator = rig.checked_with("debug=quarantine:1M".parse().unwrap());
-            let [stream, capturing] = rig.streams();
+            let (allocator, [stream, capturing]) =
+                rig.scene_with("debug=quarantine:1M".parse().unwrap());
             let [first, second] =
                 [5000, 2 * MIB].map(|size| allocator.allocate(size, &stream).unwrap());
             let freed_at = first.ptr();
@@ -116,8 +115,8 @@ fn a_block_that_leaves_the_quarantine_unread_is_counted() {
     alone(|| {
         each(|rig| {
             let config: Config = "debug=quarantine:1G".parse().unwrap();
-            let allocator = rig.checked_with(config.limit(Some(24 * MIB as u64)));
-            let [stream, capturing] = rig.streams();
+            let (allocator, [stream, capturing]) =
+                rig.scene_with(config.limit(Some(24 * MIB as u64)));
             drop(allocator.allocate(20 * MIB, &stream).unwrap());
             let under_way = Capturing::begin(&capturing, MODE);
             let next = allocator.allocate(20 * MIB, &stream).unwrap();

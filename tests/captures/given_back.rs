@@ -1,11 +1,9 @@
 //! What goes back to the driver at once, what after a wait, and what a capture keeps.
 
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Policy, Scope, Trimmed};
-use cualloc::driver::{Stream, sys};
+use cualloc::allocator::{Scope, Trimmed};
 
 use crate::common::capturing::*;
-use crate::common::*;
+use crate::common::prelude::*;
 
 const BLOCK: usize = 24 * MIB;
 const NANOS: u64 = 1_000_000;
@@ -78,9 +76,7 @@ fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
         let emptied = allocator.empty_cache().unwrap();
         assert_eq!((emptied.released, emptied.pending), (held, 0));
         assert_eq!(host_waits(rig).1, contexts + 1);
-        // SAFETY: the stream is alive.
-        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-        raw.destroy();
+        raw.retire(&allocator);
     });
 }
 
@@ -88,9 +84,9 @@ fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
 #[test]
 fn an_emptied_cache_spoils_no_capture_that_nobody_knows() {
     each_with_interludes(|rig, _| {
-        let allocator = rig.allocator();
         let [short, long] = [rig.stream(), rig.stream()];
         let foreign = RawStream::new(rig);
+        let allocator = rig.checked();
         let late = allocator.allocate(BLOCK, &long).unwrap();
         rig.stamp(late.ptr(), BLOCK, 2, &long);
         // One is at work twice as long.
@@ -110,8 +106,6 @@ fn an_emptied_cache_spoils_no_capture_that_nobody_knows() {
         drop(allocator.trim(0).unwrap());
         assert_eq!(end(rig, foreign.raw())(), sys::CUresult::CUDA_SUCCESS);
         holds.into_iter().for_each(Hold::release);
-        rig.close(&allocator);
-        foreign.destroy();
     });
 }
 
@@ -141,9 +135,7 @@ fn an_emptied_cache_waits_for_no_context_while_a_scope_waits_for_captures() {
             drop(allocator.empty_cache().unwrap());
             leave_work(&allocator, &raw);
         }
-        // SAFETY: the stream is alive.
-        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-        raw.destroy();
+        raw.retire(&allocator);
         captures.destroy();
     });
 }
@@ -165,9 +157,7 @@ fn an_emptied_cache_keeps_what_a_capture_does_not_let_it_wait_for() {
             assert_eq!(host_waits(rig).1, before.1);
         });
         assert_eq!(allocator.empty_cache().unwrap().pending, 0);
-        // SAFETY: the stream is alive.
-        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-        raw.destroy();
+        raw.retire(&allocator);
     });
 }
 
@@ -199,24 +189,20 @@ fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
     each_simulated(|rig, _| {
         let allocator = rig.checked();
         let stream = RawStream::new(rig);
-        // SAFETY: the stream lives until it is retired.
-        unsafe { allocator.adopt_raw(stream.raw()) }.unwrap();
+        allocator.raw_adopt(stream.raw()).unwrap();
         begin(rig, stream.raw())();
-        // SAFETY: the stream is alive.
-        let refused = unsafe { allocator.allocate_raw(4 * MIB, stream.raw()) };
+        let refused = allocator.raw_allocate(4 * MIB, stream.raw());
         assert_matches!(refused, Err(Error::Capturing { .. }));
         let refused = allocator.synchronize();
         assert_matches!(refused, Err(Error::Capturing { .. }));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
         allocator.synchronize().unwrap();
         begin(rig, stream.raw())();
-        // SAFETY: as above.
-        let refused = unsafe { allocator.allocate_raw(4 * MIB, stream.raw()) };
+        let refused = allocator.raw_allocate(4 * MIB, stream.raw());
         assert_matches!(refused, Err(Error::Capturing { .. }));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
         // Nobody was told of it yet, and nobody is.
         allocator.synchronize().unwrap();
-        // SAFETY: the stream is alive, and named no more.
-        unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
+        allocator.raw_retire(stream.raw()).unwrap();
     });
 }

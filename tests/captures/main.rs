@@ -13,39 +13,32 @@ mod named;
 mod owned;
 mod races;
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Barrier};
+use std::sync::Barrier;
 
 use common::capturing::*;
-use common::*;
-use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
-use cualloc::driver::{HostMemory, Stream, sys};
+use common::prelude::*;
+use cualloc::allocator::SelfTest;
+use cualloc::driver::HostMemory;
 use cualloc::error::StreamMisuse;
 use cualloc::exchange::{DType, Tensor};
-use cualloc::sim::FailPlan;
-use cualloc::{DeviceBuffer, Error};
 
 /// Both ways to wait for everything.
 fn refused(allocator: &Allocator) {
-    let error = allocator.synchronize().unwrap_err();
-    assert_matches!(error, Error::Capturing { .. });
-    let error = allocator.close().unwrap_err();
-    assert_matches!(error, Error::Capturing { .. });
+    assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
+    assert_matches!(allocator.close(), Err(Error::Capturing { .. }));
 }
 
 /// R38: a stream that the allocator keeps alive is asked before the context is waited for.
 #[test]
 fn r38_no_wait_for_a_context_while_an_own_stream_captures() {
     each(|rig| {
-        let allocator = rig.allocator();
         let (kept, raw) = (rig.stream(), RawStream::new(rig));
+        let allocator = rig.checked();
         leave_work(&allocator, &raw);
         // Too little to be worth a marker.
         drop(allocator.allocate(MIB / 2, &kept).unwrap());
         captured(rig, kept.raw(), || refused(&allocator));
         allocator.synchronize().unwrap();
-        rig.close(&allocator);
-        raw.destroy();
     });
 }
 
@@ -53,8 +46,8 @@ fn r38_no_wait_for_a_context_while_an_own_stream_captures() {
 #[test]
 fn r38_no_wait_for_a_context_while_an_own_stream_captures_that_nobody_named() {
     each(|rig| {
-        let allocator = rig.limited(20 * MIB);
         let (stranger, raw, other) = (rig.stream(), RawStream::new(rig), rig.stream());
+        let allocator = rig.checked_limit(20 * MIB);
         leave_work(&allocator, &raw);
         captured(rig, stranger.raw(), || {
             refused(&allocator);
@@ -67,8 +60,6 @@ fn r38_no_wait_for_a_context_while_an_own_stream_captures_that_nobody_named() {
             assert_eq!(rig.calls("cuCtxSynchronize"), calls);
         });
         allocator.synchronize().unwrap();
-        rig.close(&allocator);
-        raw.destroy();
     });
 }
 
@@ -76,30 +67,24 @@ fn r38_no_wait_for_a_context_while_an_own_stream_captures_that_nobody_named() {
 #[test]
 fn r38_no_wait_for_a_context_while_a_raw_stream_captures() {
     each(|rig| {
-        let allocator = rig.allocator();
         let (capturing, raw) = (RawStream::new(rig), RawStream::new(rig));
+        let allocator = rig.checked();
         leave_work(&allocator, &capturing);
         leave_work(&allocator, &raw);
         let found = || {
-            // SAFETY: the stream is alive.
-            let error = unsafe { allocator.allocate_raw(512, capturing.raw()) }.unwrap_err();
-            assert_matches!(error, Error::Capturing { .. });
+            let refused = allocator.raw_allocate(512, capturing.raw());
+            assert_matches!(refused, Err(Error::Capturing { .. }));
         };
         captured(rig, capturing.raw(), || {
             // Nobody may ask the stream, so what was found is good for one refusal.
             found();
-            let error = allocator.synchronize().unwrap_err();
-            assert_matches!(error, Error::Capturing { .. });
+            assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
             found();
-            let error = allocator.close().unwrap_err();
-            assert_matches!(error, Error::Capturing { .. });
+            assert_matches!(allocator.close(), Err(Error::Capturing { .. }));
         });
         // The next call that names it finds it as it is.
         leave_work(&allocator, &capturing);
         allocator.synchronize().unwrap();
-        rig.close(&allocator);
-        capturing.destroy();
-        raw.destroy();
     });
 }
 
@@ -110,20 +95,9 @@ fn r38_no_wait_for_a_context_while_an_unknown_stream_captures() {
         let allocator = rig.allocator();
         let raw = RawStream::new(rig);
         leave_work(&allocator, &raw);
-        let entered = rig.context.enter().unwrap();
-        let create = rig.driver.functions().cuStreamCreate.unwrap();
-        let mut unknown: sys::CUstream = std::ptr::null_mut();
-        // SAFETY: a context is current; the output is a local. 0: blocking.
-        let code = unsafe { create(&mut unknown, 0) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        captured(rig, unknown, || refused(&allocator));
+        let unknown = RawStream::blocking(rig);
+        captured(rig, unknown.raw(), || refused(&allocator));
         rig.close(&allocator);
-        let destroy = rig.driver.functions().cuStreamDestroy_v2.unwrap();
-        // SAFETY: made above, and not used again.
-        let code = unsafe { destroy(unknown) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        drop(entered);
-        raw.destroy();
     });
 }
 
@@ -131,37 +105,29 @@ fn r38_no_wait_for_a_context_while_an_unknown_stream_captures() {
 #[test]
 fn r38_want_of_memory_does_not_wait_for_a_capturing_context() {
     each(|rig| {
-        let allocator = rig.limited(20 * MIB);
         let (kept, raw): (Stream, _) = (rig.stream(), RawStream::new(rig));
+        let allocator = rig.checked_limit(20 * MIB);
         drop(allocator.allocate(MIB, &kept).unwrap());
         let other = rig.stream();
-        // SAFETY: the stream is alive, and nothing uses the block.
-        unsafe {
-            let ptr = allocator.allocate_raw(16 * MIB, raw.raw()).unwrap();
-            allocator.record_stream_raw(ptr, other.raw()).unwrap();
-            allocator.free_raw(ptr).unwrap();
-        }
+        let ptr = allocator.raw_allocate(16 * MIB, raw.raw()).unwrap();
+        allocator.raw_record_stream(ptr, other.raw()).unwrap();
+        allocator.raw_free(ptr).unwrap();
         captured(rig, kept.raw(), || {
             let before = rig.calls("cuCtxSynchronize");
             let _ = allocator.allocate(18 * MIB, &other);
             assert_eq!(rig.calls("cuCtxSynchronize"), before);
         });
-        rig.close(&allocator);
-        raw.destroy();
     });
 }
 
 #[test]
 fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(dense().handle(2 << 20));
-        let [stream, other] = rig.streams();
+        let (allocator, [stream, other]) = rig.scene_with(dense().handle(2 << 20));
         drop(allocator.allocate(MIB, &other).unwrap());
         // A request that only a view, or new memory, can serve.
         let stitch = || {
-            let mut kept: Vec<Block> = (0..41)
-                .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
-                .collect();
+            let mut kept: Vec<Block> = allocator.allocate_blocks(41, 2 * MIB, &stream);
             (0..20).for_each(|at| drop(kept.remove(at + 1)));
             kept.push(allocator.allocate(40 * MIB, &stream).unwrap());
             (kept, allocator.stats().packing)
@@ -186,8 +152,7 @@ fn r38_capture_leaves_no_stale_events() {
         recorded.record_stream(&a).unwrap();
         let (own_ptr, recorded_ptr) = (own.ptr(), recorded.ptr());
         let under_way = Capturing::begin(&a, MODE);
-        let refused = allocator.allocate(512, &a).unwrap_err();
-        assert_matches!(refused, Error::Capturing { .. });
+        assert_matches!(allocator.allocate(512, &a), Err(Error::Capturing { .. }));
         let failed = own.free().unwrap_err();
         assert_matches!(failed.error, Error::Capturing { .. });
         drop(*failed.value);
@@ -207,59 +172,28 @@ fn r38_capture_leaves_no_stale_events() {
     });
 }
 
-/// D5: a raw stream that was found capturing is not taken for one that captures once a call that asks it
+/// D5: a raw stream that was found capturing is not taken for one that captures once a free alone, or a marker alone,
 /// hears otherwise.
-#[test]
-fn d5_a_capture_that_ended_is_no_hindrance() {
-    each(|rig| {
-        let allocator = rig.allocator();
-        let raw = RawStream::new(rig);
-        // SAFETY: the stream is alive, and nothing uses the blocks.
-        let [p, q] = [MIB, 3 * MIB]
-            .map(|bytes| unsafe { allocator.allocate_raw(bytes, raw.raw()) }.unwrap());
-        captured(rig, raw.raw(), || {
-            // SAFETY: as above.
-            let error = unsafe { allocator.free_raw(p) }.unwrap_err();
-            assert_matches!(error, Error::Capturing { .. });
-        });
-        // SAFETY: as above.
-        unsafe {
-            allocator.free_raw(p).unwrap();
-            allocator.free_raw(q).unwrap();
-        }
-        allocator.synchronize().unwrap();
-        rig.close(&allocator);
-        raw.destroy();
-    });
-}
-
-/// D5: the same by a free alone, and by a marker alone, where the capture was ended elsewhere.
 #[test]
 fn d5_whatever_asks_the_stream_takes_the_finding_back() {
     each_simulated(|rig, _| {
         for marks in [false, true] {
-            let allocator = rig.allocator();
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
+            let allocator = rig.checked();
             leave_work(&allocator, &other);
-            // SAFETY: the stream is alive, and nothing uses the block.
-            unsafe {
-                let ptr = allocator.allocate_raw(MIB, raw.raw()).unwrap();
-                if marks {
-                    allocator.free_raw(ptr).unwrap();
-                }
-                begin(rig, raw.raw())();
-                allocator.allocate_raw(MIB, raw.raw()).unwrap_err();
-                assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
-                if marks {
-                    allocator.mark_raw(raw.raw()).unwrap();
-                } else {
-                    allocator.free_raw(ptr).unwrap();
-                }
+            let ptr = allocator.raw_allocate(MIB, raw.raw()).unwrap();
+            if marks {
+                allocator.raw_free(ptr).unwrap();
+            }
+            begin(rig, raw.raw())();
+            allocator.raw_allocate(MIB, raw.raw()).unwrap_err();
+            assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+            if marks {
+                allocator.raw_mark(raw.raw()).unwrap();
+            } else {
+                allocator.raw_free(ptr).unwrap();
             }
             allocator.synchronize().unwrap();
-            rig.close(&allocator);
-            raw.destroy();
-            other.destroy();
         }
     });
 }
@@ -269,14 +203,13 @@ fn d5_whatever_asks_the_stream_takes_the_finding_back() {
 fn d5_a_stream_that_vanished_is_no_hindrance() {
     each_simulated(|rig, _| {
         for elsewhere in [false, true] {
-            let allocator = rig.allocator();
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
+            let allocator = rig.checked();
             leave_work(&allocator, &raw);
             leave_work(&allocator, &other);
             let refused = || {
-                // SAFETY: the stream is alive.
-                let error = unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap_err();
-                assert_matches!(error, Error::Capturing { .. });
+                let refused = allocator.raw_allocate(MIB, raw.raw());
+                assert_matches!(refused, Err(Error::Capturing { .. }));
             };
             if elsewhere {
                 begin(rig, raw.raw())();
@@ -287,11 +220,8 @@ fn d5_a_stream_that_vanished_is_no_hindrance() {
             }
             raw.destroy();
             if elsewhere {
-                let error = allocator.synchronize().unwrap_err();
-                assert_matches!(error, Error::Capturing { .. });
+                assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
             }
-            rig.close(&allocator);
-            other.destroy();
         }
     });
 }
@@ -301,28 +231,21 @@ fn d5_a_stream_that_vanished_is_no_hindrance() {
 #[test]
 fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
     each_simulated(|rig, sim| {
-        let allocator = rig.allocator();
         let (raw, capturing) = (RawStream::new(rig), RawStream::new(rig));
+        let allocator = rig.checked();
         captured(rig, capturing.raw(), || {
             for bytes in [512, 8 * MIB] {
-                // SAFETY: the stream is alive, nothing uses the block, and what is not live is refused.
-                unsafe {
-                    let ptr = allocator.allocate_raw(bytes, raw.raw()).unwrap();
-                    let refused = allocator.allocate_raw(bytes, capturing.raw()).unwrap_err();
-                    assert_matches!(refused, Error::Capturing { .. });
-                    allocator.free_raw(ptr).unwrap();
-                    let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
-                    sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
-                    let again = allocator.free_raw(ptr).unwrap_err();
-                    assert_matches!(again, Error::NotLive { .. });
-                }
+                let ptr = allocator.raw_allocate(bytes, raw.raw()).unwrap();
+                let refused = allocator.raw_allocate(bytes, capturing.raw());
+                assert_matches!(refused, Err(Error::Capturing { .. }));
+                allocator.raw_free(ptr).unwrap();
+                let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
+                sim.fail(FailPlan::call("cuStreamIsCapturing", code).unwrap());
+                assert_matches!(allocator.raw_free(ptr), Err(Error::NotLive { .. }));
                 sim.clear_failures();
             }
         });
         allocator.synchronize().unwrap();
-        rig.close(&allocator);
-        raw.destroy();
-        capturing.destroy();
     });
 }
 
@@ -330,8 +253,7 @@ fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
 #[test]
 fn a_hit_that_asks_about_captures_has_no_cache_locked() {
     only_simulated(Policy::Packed, |rig, sim| {
-        let allocator = rig.checked_with(Config::new().capture_checks(true));
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(Config::new().capture_checks(true));
         let block = allocator.allocate(4096, &stream).unwrap();
         let ptr = block.ptr();
         drop(block);
@@ -357,20 +279,16 @@ fn d5_want_of_memory_leaves_a_finding_alone() {
         let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
         // Without a marker.
         let leave = |bytes| {
-            // SAFETY: the streams are alive, and nothing uses the block.
-            unsafe {
-                let ptr = allocator.allocate_raw(bytes, other.raw()).unwrap();
-                let refusal = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-                sim.fail(FailPlan::call("cuEventRecord", refusal).unwrap());
-                allocator.free_raw(ptr).unwrap();
-            }
+            let ptr = allocator.raw_allocate(bytes, other.raw()).unwrap();
+            let refusal = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            sim.fail(FailPlan::call("cuEventRecord", refusal).unwrap());
+            allocator.raw_free(ptr).unwrap();
             assert_eq!(sim.clear_failures(), 0);
         };
         leave_work(&allocator, &raw);
         allocator.synchronize().unwrap();
         begin(rig, raw.raw())();
-        // SAFETY: the stream is alive.
-        unsafe { allocator.allocate_raw(MIB, raw.raw()) }.unwrap_err();
+        allocator.raw_allocate(MIB, raw.raw()).unwrap_err();
         leave(16 * MIB);
         let before = rig.calls("cuCtxSynchronize");
         for _ in 0..2 {
@@ -402,13 +320,10 @@ fn d5_a_finding_is_about_the_handle_as_it_is_now() {
         let new = RawStream::new(rig);
         assert_eq!(new.raw() as usize, handle);
         begin(rig, new.raw())();
-        // SAFETY: the stream is alive.
-        unsafe { allocator.allocate_raw(MIB, new.raw()) }.unwrap_err();
-        let error = allocator.synchronize().unwrap_err();
-        assert_matches!(error, Error::Capturing { .. });
+        allocator.raw_allocate(MIB, new.raw()).unwrap_err();
+        assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
         assert_eq!(end(rig, new.raw())(), sys::CUresult::CUDA_SUCCESS);
-        // SAFETY: as above; the allocator has no memory of it.
-        unsafe { allocator.record_stream_raw(0, new.raw()) }.unwrap_err();
+        allocator.raw_record_stream(0, new.raw()).unwrap_err();
         allocator.synchronize().unwrap();
         rig.close(&allocator);
         new.destroy();
@@ -429,8 +344,8 @@ fn s3_the_per_thread_stream_of_another_thread_cannot_be_retired() {
         });
         drop(block);
         allocator.retire(&own).unwrap();
-        let error = allocator.retire(&own).unwrap_err();
-        assert_matches!(error, Error::Stream(StreamMisuse::Unknown { .. }));
+        let refused = allocator.retire(&own);
+        assert_matches!(refused, Err(Error::Stream(StreamMisuse::Unknown { .. })));
     });
 }
 
@@ -477,10 +392,7 @@ fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
     drop(buffer);
     drop(allocator.allocate(MIB, &other).unwrap());
     let column = Tensor::zeroed(allocator, DType::F32, &[1000], stream).unwrap();
-    assert_eq!(
-        column.as_slice::<f32>().unwrap().to_vec().unwrap()[999],
-        0.0
-    );
+    assert_eq!(values::<f32>(&column).unwrap()[999], 0.0);
     drop(column);
     allocator.trim(0).unwrap();
     allocator.retire(&other).unwrap();

@@ -1,13 +1,9 @@
 //! Captures of streams that are named by their handles, and of default streams.
 
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::driver::{Context, Stream, sys};
 use cualloc::error::StreamMisuse;
-use cualloc::sim::SimConfig;
 
 use super::common::capturing::*;
-use super::common::*;
+use super::common::prelude::*;
 
 fn is_capturing<T: std::fmt::Debug>(result: Result<T, Error>) {
     assert_matches!(result, Err(Error::Capturing { .. }));
@@ -45,11 +41,8 @@ fn uses_on_capturing_streams(rig: &Rig) {
                 captured(rig, stream.raw(), || {
                     is_capturing(block.record_stream(stream));
                     is_capturing(block.record_use(stream));
-                    // SAFETY: the stream is alive.
-                    unsafe {
-                        is_capturing(allocator.record_stream_raw(block.ptr(), stream.raw()));
-                        is_capturing(allocator.record_use_raw(block.ptr(), stream.raw()));
-                    }
+                    is_capturing(allocator.raw_record_stream(block.ptr(), stream.raw()));
+                    is_capturing(allocator.raw_record_use(block.ptr(), stream.raw()));
                 });
             }
             assert_eq!(allocator.block_of(block.ptr()), before);
@@ -57,8 +50,7 @@ fn uses_on_capturing_streams(rig: &Rig) {
             block.record_use(&borrowed).unwrap();
         }
         allocator.retire(&borrowed).unwrap();
-        // SAFETY: the stream is alive. Where streams have no ids the handle is another name.
-        match unsafe { allocator.retire_raw(raw.raw()) } {
+        match allocator.raw_retire(raw.raw()) {
             Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) => {}
             Err(error) => panic!("{error}"),
         }
@@ -76,19 +68,12 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
         let other = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();
         let allocator = rig.checked();
         let [ours, theirs] = [&rig.context, &other].map(Stream::legacy);
-        let create = rig.driver.functions().cuStreamCreate.unwrap();
-        let destroy = rig.driver.functions().cuStreamDestroy_v2.unwrap();
         for (context, suffers, free) in [(&rig.context, &ours, &theirs), (&other, &theirs, &ours)] {
             let [block, beside] =
                 [suffers, free].map(|stream| allocator.allocate(12 * MIB, stream).unwrap());
-            let entered = context.enter().unwrap();
-            let mut blocking: sys::CUstream = std::ptr::null_mut();
-            // SAFETY: a context is current; the output is a local. 0: blocking.
-            let code = unsafe { create(&mut blocking, 0) };
-            assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-            // SAFETY: the stream was made just now.
-            let captured = unsafe { Stream::from_raw(context, blocking) }.unwrap();
-            let under_way = Capturing::begin(&captured, MODE);
+            let _entered = context.enter().unwrap();
+            let blocking = RawStream::in_context(rig, context, 0);
+            let under_way = Capturing::begin(&blocking.borrowed(), MODE);
             is_capturing(allocator.allocate(4 * MIB, suffers));
             is_capturing(beside.record_stream(suffers));
             let block = block.free().unwrap_err();
@@ -98,9 +83,6 @@ fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
             beside.free().unwrap();
             drop(under_way.end().unwrap());
             drop(*block.value);
-            // SAFETY: as above, and not used again.
-            assert_eq!(unsafe { destroy(blocking) }, sys::CUresult::CUDA_SUCCESS);
-            drop(entered);
         }
     });
 }
@@ -114,13 +96,15 @@ fn d11_a_thread_stream_that_captures_is_named_as_that() {
         let stream = Stream::per_thread(&rig.context);
         let block = allocator.allocate(MIB, &owner).unwrap();
         captured(rig, handle, || {
-            is_capturing(allocator.allocate(MIB, &stream));
-            is_capturing(block.record_stream(&stream));
-            // SAFETY: special handles are always valid.
-            unsafe {
-                is_capturing(allocator.allocate_raw(MIB, handle));
-                is_capturing(allocator.record_use_raw(block.ptr(), handle));
+            let refused = [
+                allocator.allocate(MIB, &stream).map(drop),
+                allocator.raw_allocate(MIB, handle).map(drop),
+            ];
+            for result in refused {
+                assert_matches!(result, Err(Error::Capturing { stream: 2 }));
             }
+            is_capturing(block.record_stream(&stream));
+            is_capturing(allocator.raw_record_use(block.ptr(), handle));
         });
     });
 }
@@ -137,35 +121,17 @@ fn a_trial_of_virtual_memory_disturbs_no_capture() {
         for here in [true, false] {
             only(Policy::Auto, |rig| {
                 let stream = rig.stream();
-                let raw = stream.raw() as usize;
-                let begin = || {
-                    let create = rig.driver.functions().cuCtxSetCurrent.unwrap();
-                    // SAFETY: the context is alive.
-                    let code = unsafe { create(rig.context.raw()) };
-                    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-                    let begin = rig.driver.functions().cuStreamBeginCapture_v2.unwrap();
-                    // SAFETY: the stream is alive.
-                    let code = unsafe { begin(raw as sys::CUstream, mode) };
-                    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-                };
-                begin();
+                let under_way = Capturing::begin(&stream, mode);
                 let make = || Allocator::with_config(&rig.context, Config::new()).unwrap();
                 let tried = || rig.calls("cuMemsetD8Async");
                 let before = tried();
                 let allocator = match here {
                     true => make(),
-                    false => {
-                        let (driver, context) = (rig.driver.clone(), rig.context.clone());
-                        let made = std::thread::spawn(move || {
-                            let _driver = driver;
-                            Allocator::with_config(&context, Config::new()).unwrap()
-                        });
-                        made.join().unwrap()
-                    }
+                    false => std::thread::scope(|scope| scope.spawn(make).join().unwrap()),
                 };
                 assert_eq!(tried() - before, 1);
                 // A capture that was spoilt ends with an error.
-                drop(stream.end_capture().unwrap());
+                drop(under_way.end().unwrap());
                 assert_eq!(allocator.policy(), Policy::Packed);
                 rig.close(&allocator);
             });

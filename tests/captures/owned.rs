@@ -1,16 +1,10 @@
 //! Blocks of resources that nobody can name any more go back later where they cannot at once.
 
-use std::sync::Arc;
-
 use crate::common::capturing::*;
-use crate::common::*;
-use cualloc::allocator::{Allocator, Config};
-use cualloc::driver::sys::CUresult;
+use crate::common::prelude::*;
 use cualloc::exchange::dlpack::DLManagedTensor;
 use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::resource::{AccessOrdered, Budget, CudaMemory, MemoryResource};
-use cualloc::sim::{FailPlan, Mode};
-use cualloc::{DeviceBuffer, Policy, Request};
 
 fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocations.current
@@ -22,8 +16,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
     each_simulated(|rig, sim| {
         for bytes in [1000, 3 * MIB] {
             // Every free asks the stream.
-            let allocator = rig.checked_with(Config::new().capture_checks(true));
-            let stream = rig.stream();
+            let (allocator, [stream]) = rig.scene_with(Config::new().capture_checks(true));
             let resource = AccessOrdered::new(allocator.clone());
             let mut refused = 0;
             for first in 1..10 {
@@ -179,8 +172,7 @@ fn an_event_of_a_capture_is_used_for_the_next_marker() {
         assert_eq!(allocator.stats().failed_markers, failed + 1);
         assert_eq!(end(rig, raw)(), CUresult::CUDA_SUCCESS);
         let (events, markers) = (rig.calls("cuEventCreate"), allocator.stats().markers);
-        // SAFETY: the stream is alive.
-        unsafe { allocator.mark_raw(raw) }.unwrap();
+        allocator.raw_mark(raw).unwrap();
         assert_eq!(allocator.stats().markers, markers + 1);
         assert_eq!(rig.calls("cuEventCreate"), events, "the event was kept");
         let next = allocator.allocate(20 * MIB, &own).unwrap();

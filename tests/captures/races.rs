@@ -1,13 +1,7 @@
 //! D4: captures that begin between a question of the allocator's and its act.
 
-use cualloc::allocator::{Allocator, Block, Policy, Request};
-use cualloc::driver::{Stream, sys};
-use cualloc::sim::FailPlan;
-use cualloc::{DeviceBuffer, Error};
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use crate::common::capturing::*;
-use crate::common::*;
+use crate::common::prelude::*;
 
 /// An allocator that knows two streams, so that what is freed on the raw one is marked.
 fn with_a_raw_stream(rig: &Rig) -> (Allocator, Stream, RawStream) {
@@ -23,8 +17,7 @@ fn allocated<const N: usize>(
     raw: &RawStream,
     bytes: [usize; N],
 ) -> [u64; N] {
-    // SAFETY: the stream is alive.
-    bytes.map(|bytes| unsafe { allocator.allocate_raw(bytes, raw.raw()) }.unwrap())
+    bytes.map(|bytes| allocator.raw_allocate(bytes, raw.raw()).unwrap())
 }
 
 /// The next marker's event is recorded in a capture that begins just before, and ends just after.
@@ -38,8 +31,7 @@ fn capture_the_next_marker(rig: &Rig, raw: &RawStream) {
 
 /// What no marker covers on a raw stream is covered by the next one: all of it can be given back.
 fn nothing_is_lost(allocator: &Allocator, raw: &RawStream) {
-    // SAFETY: the stream is alive.
-    unsafe { allocator.mark_raw(raw.raw()) }.unwrap();
+    allocator.raw_mark(raw.raw()).unwrap();
     assert_eq!(allocator.trim(0).unwrap().pending, 0);
     assert_eq!(allocator.stats().all.reserved.current, 0);
 }
@@ -53,8 +45,7 @@ fn d4_a_capture_that_begins_before_the_record_costs_that_marker() {
         let [ptr] = allocated(&allocator, &raw, [4 * MIB]);
         let before = allocator.stats();
         interlude::before("cuEventRecord", begin(rig, raw.raw()));
-        // SAFETY: nothing uses the block.
-        unsafe { allocator.free_raw(ptr) }.unwrap();
+        allocator.raw_free(ptr).unwrap();
         assert!(!interlude::is_due());
         let after = allocator.stats();
         assert_eq!(after.markers, before.markers);
@@ -78,14 +69,11 @@ fn d4_a_batch_that_a_capture_kept_from_its_marker_gets_one_at_once() {
         let (allocator, _other, raw) = with_a_raw_stream(rig);
         let [large, little] = allocated(&allocator, &raw, [4 * MIB, 80 * KIB]);
         interlude::before("cuEventRecord", begin(rig, raw.raw()));
-        // SAFETY: nothing uses the blocks.
-        unsafe {
-            allocator.free_raw(large).unwrap();
-            assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
-            let before = allocator.stats().markers;
-            allocator.free_raw(little).unwrap();
-            assert_eq!(allocator.stats().markers, before + 1);
-        }
+        allocator.raw_free(large).unwrap();
+        assert_eq!(end(rig, raw.raw())(), sys::CUresult::CUDA_SUCCESS);
+        let before = allocator.stats().markers;
+        allocator.raw_free(little).unwrap();
+        assert_eq!(allocator.stats().markers, before + 1);
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().all.reserved.current, 0);
         rig.close(&allocator);
@@ -100,8 +88,7 @@ fn captured_marker(rig: &Rig) -> (Allocator, Stream, RawStream) {
     let [ptr] = allocated(&allocator, &raw, [4 * MIB]);
     let before = allocator.stats().markers;
     capture_the_next_marker(rig, &raw);
-    // SAFETY: nothing uses the block.
-    unsafe { allocator.free_raw(ptr) }.unwrap();
+    allocator.raw_free(ptr).unwrap();
     assert!(!interlude::is_due());
     assert_eq!(allocator.stats().markers, before + 1);
     (allocator, other, raw)
@@ -111,32 +98,22 @@ fn captured_marker(rig: &Rig) -> (Allocator, Stream, RawStream) {
 #[test]
 fn d4_a_captured_marker_is_dropped_by_whoever_asks_it() {
     each_with_interludes(|rig, _| {
-        for trims in [false, true] {
+        let asks: [fn(&Rig, &Allocator, &Stream); 3] = [
+            |_, allocator, _| drop(allocator.trim(0).unwrap()),
+            |_, allocator, other| drop(allocator.allocate(8 * MIB, other).unwrap()),
+            // It is waited for on the host.
+            |rig, allocator, _| rig.close(allocator),
+        ];
+        for (at, ask) in asks.into_iter().enumerate() {
             let (allocator, other, raw) = captured_marker(rig);
-            let before = allocator.stats();
-            if trims {
-                allocator.trim(0).unwrap();
-            } else {
+            ask(rig, &allocator, &other);
+            assert_eq!(allocator.stats().failed_markers, 1);
+            if at < 2 {
+                nothing_is_lost(&allocator, &raw);
                 drop(allocator.allocate(8 * MIB, &other).unwrap());
+                rig.close(&allocator);
             }
-            assert_eq!(allocator.stats().failed_markers, before.failed_markers + 1);
-            nothing_is_lost(&allocator, &raw);
-            drop(allocator.allocate(8 * MIB, &other).unwrap());
-            rig.close(&allocator);
-            raw.destroy();
-            rig.assert_clean();
         }
-    });
-}
-
-/// D4: the same for whoever waits for it on the host.
-#[test]
-fn d4_a_captured_marker_is_dropped_by_whoever_waits_for_it() {
-    each_with_interludes(|rig, _| {
-        let (allocator, _other, raw) = captured_marker(rig);
-        rig.close(&allocator);
-        assert_eq!(allocator.stats().failed_markers, 1);
-        raw.destroy();
     });
 }
 
@@ -234,8 +211,7 @@ fn d4_answers_that_speak_of_a_capture_stick_to_nothing() {
                 if call == "cuEventRecord" && code == Code::CUDA_ERROR_INVALID_VALUE {
                     continue;
                 }
-                let allocator = rig.checked_limit(24 * MIB);
-                let [a, b] = rig.streams();
+                let (allocator, [a, b]) = rig.scene_limit(24 * MIB);
                 drop(allocator.allocate(70_000, &b).unwrap());
                 let hold = rig.busy(&a);
                 let block = allocator.allocate(16 * MIB, &a).unwrap();
@@ -270,8 +246,7 @@ fn d4_a_wait_that_meets_a_capture_is_no_order() {
         } else {
             interlude::after("cuStreamWaitEvent", begin);
         }
-        let error = allocator.allocate(BLOCK, &b).unwrap_err();
-        assert_matches!(error, Error::Capturing { .. });
+        assert_matches!(allocator.allocate(BLOCK, &b), Err(Error::Capturing { .. }));
         assert!(!interlude::is_due());
         assert_eq!(allocator.stats().stream_waits, 0);
         allocator.check().unwrap();
@@ -311,12 +286,9 @@ fn d4_markers_behind_a_captured_one_are_asked_at_once() {
         let (allocator, _other, raw) = with_a_raw_stream(rig);
         let [large, little] = allocated(&allocator, &raw, [4 * MIB, 80 * KIB]);
         capture_the_next_marker(rig, &raw);
-        // SAFETY: the stream is alive, and nothing uses the blocks.
-        unsafe {
-            allocator.free_raw(large).unwrap();
-            allocator.free_raw(little).unwrap();
-            allocator.mark_raw(raw.raw()).unwrap();
-        }
+        allocator.raw_free(large).unwrap();
+        allocator.raw_free(little).unwrap();
+        allocator.raw_mark(raw.raw()).unwrap();
         assert_eq!(allocator.stats().failed_markers, 0);
         assert_eq!(allocator.trim(0).unwrap().pending, 0);
         assert_eq!(allocator.stats().failed_markers, 1);
@@ -349,30 +321,10 @@ fn d4_work_that_falls_into_a_capture_is_told() {
         let (allocator, [home]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
         interlude::before("cuMemsetD32Async", begin(rig, home.raw()));
-        let error = buffer.fill(5, &home).unwrap_err();
-        assert_matches!(error, Error::Capturing { .. });
+        assert_matches!(buffer.fill(5, &home), Err(Error::Capturing { .. }));
         assert!(!interlude::is_due());
         assert_eq!(end(rig, home.raw())(), sys::CUresult::CUDA_SUCCESS);
         assert_eq!(buffer.to_vec().unwrap()[7], 3);
-    });
-}
-
-/// D4: the calling thread's own stream is refused like any other while it captures.
-#[test]
-fn d4_a_per_thread_stream_that_captures_is_refused_by_name() {
-    each(|rig| {
-        let allocator = rig.checked();
-        let own = Stream::per_thread(&rig.context);
-        let _block = allocator.allocate(MIB, &own).unwrap();
-        let entered = rig.context.enter().unwrap();
-        let under_way = Capturing::begin(&own, MODE);
-        let error = allocator.allocate(MIB, &own).unwrap_err();
-        assert_matches!(error, Error::Capturing { stream: 2 });
-        // SAFETY: the handle is always valid.
-        let error = unsafe { allocator.allocate_raw(MIB, own.raw()) }.unwrap_err();
-        assert_matches!(error, Error::Capturing { stream: 2 });
-        drop(under_way.end().unwrap());
-        drop(entered);
     });
 }
 
@@ -444,8 +396,8 @@ fn d4_a_capture_that_begins_beside_a_question_is_looked_out_for() {
             }
             sim.clear_hooks();
             let capturing = Capturing::begun(&stream);
-            let refused = allocator.allocate(512, &stream).unwrap_err();
-            assert_matches!(refused, Error::Capturing { .. });
+            let refused = allocator.allocate(512, &stream);
+            assert_matches!(refused, Err(Error::Capturing { .. }));
             drop(capturing.end().unwrap());
             drop(allocator.allocate(512, &stream).unwrap());
             waits.close().unwrap();

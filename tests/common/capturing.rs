@@ -1,9 +1,10 @@
 //! Captures, begun and ended through the crate or as others would.
 
-use cualloc::allocator::Allocator;
+use cualloc::allocator::{Allocator, GraphPool, Policy, Scope};
 use cualloc::driver::{DriverError, Graph, Stream, sys};
+use cualloc::sim::SimConfig;
 
-use super::{MIB, RawStream, Rig};
+use super::{MIB, RawStream, Rig, only_on};
 
 pub const MODE: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
 
@@ -43,6 +44,38 @@ impl Drop for Capturing {
             drop(stream.end_capture());
         }
     }
+}
+
+/// Captures what a closure gives the stream, with memory of a pool.
+pub fn capture(pool: &GraphPool, stream: &Stream, work: impl FnOnce()) -> Graph {
+    capture_output(pool, stream, work).0
+}
+
+/// [`capture`], and what the closure returns.
+pub fn capture_output<T>(
+    pool: &GraphPool,
+    stream: &Stream,
+    work: impl FnOnce() -> T,
+) -> (Graph, T) {
+    let scope = pool.enter(Scope::NextCapture).unwrap();
+    let under_way = Capturing::begin(stream, MODE);
+    let output = work();
+    let graph = under_way.end().unwrap();
+    scope.leave().unwrap();
+    (graph, output)
+}
+
+/// An allocator with packed memory, a pool and streams, which are settled in the end; then nothing may be left.
+pub fn pooled_on<const N: usize>(
+    config: SimConfig,
+    test: impl Fn(&Rig, Allocator, GraphPool, [Stream; N]),
+) {
+    only_on(Policy::Packed, config, |rig| {
+        let (allocator, streams) = rig.scene::<N>();
+        let pool = allocator.graph_pool().unwrap();
+        test(rig, allocator.clone(), pool, streams.clone());
+        streams.iter().for_each(|stream| rig.settle(stream));
+    });
 }
 
 /// A free on a raw stream that no marker covers: closing needs the whole context.

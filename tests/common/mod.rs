@@ -13,11 +13,15 @@ pub mod interlude;
 pub mod lost;
 pub mod program;
 #[cfg(feature = "sim")]
+mod raw;
+#[cfg(feature = "sim")]
 mod rig;
 pub mod rng;
 pub mod shrink;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod watchdog;
+#[cfg(feature = "sim")]
+pub use raw::*;
 #[cfg(feature = "sim")]
 pub use rig::*;
 
@@ -32,6 +36,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+/// This and what most tests name.
+#[cfg(feature = "sim")]
+pub mod prelude {
+    pub use super::*;
+    pub use cualloc::allocator::{Allocator, Block, Config, Policy, Request};
+    pub use cualloc::driver::sys::{self, CUresult};
+    pub use cualloc::driver::{Context, Driver, Stream};
+    pub use cualloc::sim::{FailPlan, Mode, SimConfig, Simulator};
+    pub use cualloc::{DeviceBuffer, Error};
+    pub use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    pub use std::sync::{Arc, Mutex};
+}
 
 /// Fails with the value that does not match.
 macro_rules! assert_matches {
@@ -182,12 +199,45 @@ impl Default for Fake<'_> {
     }
 }
 
+/// A name for what a test makes, from that of the test.
+pub fn test_name() -> String {
+    let thread = std::thread::current();
+    thread.name().unwrap_or("test").replace("::", "-")
+}
+
+/// A driver as a library in a folder of its own, unless there is no compiler.
+pub fn library(fake: Fake<'_>) -> Option<(Folder, PathBuf)> {
+    let compiler = compiler()?;
+    let folder = Folder::new(&test_name());
+    let path = folder.file("driver.so");
+    fake.build(&compiler, &path);
+    Some((folder, path))
+}
+
+/// Opens a [`library`], which behaves as a driver, as far as it is one.
+pub fn open(path: impl AsRef<Path>) -> Result<Driver, cualloc::driver::LoadError> {
+    // SAFETY: the tests' libraries are made for this.
+    unsafe { Driver::open(path) }
+}
+
 const SOURCE: &str = include_str!("fake_driver.c");
 
 /// The functions that check their arguments, each at the start of a line.
 pub const CHECKED_CALLS: &str = include_str!("fake_calls.c");
 
-impl Fake<'_> {
+impl<'a> Fake<'a> {
+    /// One that lacks some functions.
+    pub fn without(without: fn(&Symbol) -> bool) -> Fake<'a> {
+        let defines = &[];
+        Fake { defines, without }
+    }
+
+    /// One with macros of its source set.
+    pub fn defining(defines: &'a [&'a str]) -> Fake<'a> {
+        let without = |_: &Symbol| false;
+        Fake { defines, without }
+    }
+
     /// Compiles the library to `target`.
     pub fn build(&self, compiler: &OsString, target: &Path) {
         let mut text = SOURCE.to_owned();

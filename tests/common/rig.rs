@@ -2,12 +2,13 @@
 
 use std::ffi::{CStr, c_void};
 use std::ops::Deref;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Config, Policy, Profile, Waits};
 use cualloc::driver::{Context, Driver, Module, Stream, sys};
+use cualloc::error::OutOfMemory;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
 /// Name of the variable that picks the driver: `sim` (default) or `cuda`.
@@ -59,6 +60,43 @@ pub fn only_simulated(policy: Policy, test: impl Fn(&Rig, &Simulator)) {
             test(rig, sim);
         }
     });
+}
+
+/// [`each_simulated`] on a simulator with given properties.
+pub fn each_simulated_on(config: SimConfig, test: impl Fn(&Rig, &Simulator)) {
+    for policy in policies() {
+        only_simulated_on(policy, config.clone(), &test);
+    }
+}
+
+/// [`only_simulated`] on a simulator with given properties.
+pub fn only_simulated_on(policy: Policy, config: SimConfig, test: impl Fn(&Rig, &Simulator)) {
+    if on_cuda() {
+        return eprintln!("SKIPPED on cuda: needs the simulator");
+    }
+    only_on(policy, config, |rig| {
+        test(rig, rig.maybe_sim().expect("the simulator"));
+    });
+}
+
+/// Calls of the driver in `act`, questions that nobody else counts among them.
+pub fn calls_of(sim: &Simulator, act: impl FnOnce()) -> u64 {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&calls);
+    sim.before(move |_| {
+        counter.fetch_add(1, Ordering::Relaxed);
+    });
+    act();
+    sim.clear_hooks();
+    calls.load(Ordering::Relaxed) as u64
+}
+
+/// What an error says that must be one of lacking memory.
+pub fn out_of_memory(error: Error) -> OutOfMemory {
+    match error {
+        Error::OutOfMemory(picture) => *picture,
+        other => panic!("{other:?}"),
+    }
 }
 
 /// [`each_simulated`] with [interludes](super::interlude).
@@ -205,6 +243,22 @@ impl Rig {
         self.simulator.as_ref()
     }
 
+    /// How work completes on the simulator; nothing on a GPU.
+    pub fn set_mode(&self, mode: Mode) {
+        self.maybe_sim().inspect(|sim| sim.set_mode(mode));
+    }
+
+    /// Lets the simulator complete what a row further is due; nothing on a GPU.
+    pub fn advance_row(&self) {
+        self.maybe_sim().inspect(|sim| sim.advance_row());
+    }
+
+    /// The simulated device has given out exactly so many bytes.
+    pub fn assert_held(&self, bytes: u64) {
+        let held = self.driver_held().unwrap_or(bytes);
+        assert_eq!(held, bytes, "the driver has given {held} bytes");
+    }
+
     pub fn allocator(&self) -> Allocator {
         self.allocator_with(Config::new())
     }
@@ -225,7 +279,17 @@ impl Rig {
 
     /// A [checked](Self::checked) allocator and streams to use it with.
     pub fn scene<const N: usize>(&self) -> (Checked<'_>, [Stream; N]) {
-        (self.checked(), self.streams())
+        self.scene_with(Config::new())
+    }
+
+    /// A [scene](Self::scene) below a limit.
+    pub fn scene_limit<const N: usize>(&self, bytes: usize) -> (Checked<'_>, [Stream; N]) {
+        (self.checked_limit(bytes), self.streams())
+    }
+
+    /// A [scene](Self::scene) with given settings.
+    pub fn scene_with<const N: usize>(&self, config: Config) -> (Checked<'_>, [Stream; N]) {
+        (self.checked_with(config), self.streams())
     }
 
     pub fn checked_limit(&self, bytes: usize) -> Checked<'_> {
@@ -237,6 +301,7 @@ impl Rig {
         Checked {
             rig: self,
             allocator,
+            loses: AtomicBool::new(false),
         }
     }
 
@@ -385,7 +450,12 @@ impl Rig {
 
     /// Fills memory with a word, in the order of a stream.
     pub fn stamp(&self, ptr: u64, bytes: usize, word: u32, stream: &Stream) {
-        let entered = self.context.enter().unwrap();
+        self.stamp_in(&self.context, ptr, bytes, word, stream);
+    }
+
+    /// [`stamp`](Self::stamp) in another context.
+    pub fn stamp_in(&self, context: &Context, ptr: u64, bytes: usize, word: u32, stream: &Stream) {
+        let entered = context.enter().unwrap();
         // SAFETY: the test owns the memory; the stream is alive.
         unsafe { entered.memset_d32(ptr, word, bytes / 4, stream.raw()) }.unwrap();
     }
@@ -426,9 +496,7 @@ impl Rig {
     /// Closes an allocator, after which the driver holds nothing of it.
     pub fn close(&self, allocator: &Allocator) {
         self.end(allocator);
-        if let Some(held) = self.driver_held() {
-            assert_eq!(held, 0, "the driver still holds memory");
-        }
+        self.assert_held(0);
     }
 }
 
@@ -436,6 +504,14 @@ impl Rig {
 pub struct Checked<'a> {
     rig: &'a Rig,
     allocator: Allocator,
+    loses: AtomicBool,
+}
+
+impl Checked<'_> {
+    /// A call may have failed that leaves memory behind which cannot be given back.
+    pub fn may_lose(&self) {
+        self.loses.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Deref for Checked<'_> {
@@ -449,7 +525,10 @@ impl Deref for Checked<'_> {
 impl Drop for Checked<'_> {
     fn drop(&mut self) {
         if !std::thread::panicking() {
-            self.rig.close(&self.allocator);
+            match self.loses.load(Ordering::Relaxed) {
+                true => self.rig.end(&self.allocator),
+                false => self.rig.close(&self.allocator),
+            }
         }
     }
 }
@@ -507,57 +586,5 @@ unsafe extern "C" fn pass_gate(data: *mut c_void) {
     let mut open = gate.0.lock().unwrap_or_else(PoisonError::into_inner);
     while !*open {
         open = gate.1.wait(open).unwrap_or_else(PoisonError::into_inner);
-    }
-}
-
-/// A raw stream that only its maker knows: what code in C would hand in.
-pub struct RawStream {
-    driver: Driver,
-    context: Context,
-    raw: usize,
-}
-
-impl RawStream {
-    pub fn new(rig: &Rig) -> RawStream {
-        // CU_STREAM_NON_BLOCKING
-        RawStream::with_flags(rig, 1)
-    }
-
-    /// One that the legacy stream orders itself with.
-    pub fn blocking(rig: &Rig) -> RawStream {
-        RawStream::with_flags(rig, 0)
-    }
-
-    fn with_flags(rig: &Rig, flags: u32) -> RawStream {
-        let _entered = rig.context.enter().unwrap();
-        let create = rig.driver.functions().cuStreamCreate.unwrap();
-        let mut raw: sys::CUstream = std::ptr::null_mut();
-        // SAFETY: a context is current; the output is a local.
-        let code = unsafe { create(&mut raw, flags) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        RawStream {
-            driver: rig.driver.clone(),
-            context: rig.context.clone(),
-            raw: raw as usize,
-        }
-    }
-
-    pub fn raw(&self) -> sys::CUstream {
-        self.raw as sys::CUstream
-    }
-
-    /// As a borrowed stream.
-    pub fn borrowed(&self) -> Stream {
-        // SAFETY: alive as long as this.
-        unsafe { Stream::from_raw(&self.context, self.raw()) }.unwrap()
-    }
-
-    /// Destroys the stream, as its foreign owner would.
-    pub fn destroy(self) {
-        let _entered = self.context.enter().unwrap();
-        let destroy = self.driver.functions().cuStreamDestroy_v2.unwrap();
-        // SAFETY: made above, and not used again.
-        let code = unsafe { destroy(self.raw()) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
     }
 }

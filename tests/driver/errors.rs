@@ -1,5 +1,6 @@
 //! Errors in words, and as the driver's.
 
+use crate::common::assert_matches;
 use std::error::Error as _;
 
 use cualloc::driver::DriverError;
@@ -59,9 +60,9 @@ fn one_is_no_plural_and_addresses_are_hexadecimal() {
 fn a_fatal_error_is_a_lost_context() {
     let of = |code| Error::from(DriverError::new("cuEventQuery", code));
     let lost = of(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
-    assert!(matches!(lost, Error::ContextLost(_)), "{lost:?}");
+    assert_matches!(lost, Error::ContextLost(_));
     assert_eq!(lost.code(), CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
     let other = of(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-    assert!(matches!(other, Error::Driver(_)), "{other:?}");
+    assert_matches!(other, Error::Driver(_));
     assert!(other.is_out_of_memory() && !lost.is_out_of_memory());
 }

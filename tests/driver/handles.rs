@@ -1,18 +1,14 @@
 //! The checked calls and handles, on a driver compiled from C that has no device behind it.
 
-use crate::common::{Fake, Folder, assert_matches, compiler};
+use crate::common::*;
 use cualloc::driver::{Context, Driver, DriverError, LoadError, MemoryProperties, Stream, sys};
 use std::ptr;
 use std::thread;
 
 /// A driver of its own for each test, or none where there is no compiler.
-fn driver(name: &str) -> Option<Driver> {
-    let cc = compiler()?;
-    let folder = Folder::new(name);
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
-    // SAFETY: the fake library behaves as a driver.
-    Some(unsafe { Driver::open(&path) }.unwrap())
+fn driver() -> Option<Driver> {
+    let (_folder, path) = library(Fake::default())?;
+    Some(open(path).unwrap())
 }
 
 fn context(driver: &Driver) -> Context {
@@ -51,9 +47,7 @@ fn set_thread_state(driver: &Driver, current: usize, mode: u32) {
 
 #[test]
 fn entering_leaves_the_thread_as_it_was() {
-    let Some(driver) = driver("enter") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let one = context(&driver);
     let two = driver.context(1).unwrap();
     for current in [0, 0x1000, 0x5000] {
@@ -110,9 +104,7 @@ fn entering_in_vain_leaves_the_thread_as_it_was() {
 
 #[test]
 fn entering_the_current_context_sets_nothing() {
-    let Some(driver) = driver("current") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let context = context(&driver);
     set_thread_state(&driver, 0x1000, 0);
     let before = driver.calls();
@@ -125,9 +117,7 @@ fn entering_the_current_context_sets_nothing() {
 
 #[test]
 fn primary_context_is_retained_once_and_released_with_its_last_user() {
-    let Some(driver) = driver("primary") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let first = context(&driver);
     let second = context(&driver);
     assert_eq!(first.raw(), second.raw());
@@ -147,9 +137,7 @@ fn primary_context_is_retained_once_and_released_with_its_last_user() {
 
 #[test]
 fn borrowed_handles_are_never_destroyed() {
-    let Some(driver) = driver("borrowed") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     set_thread_state(&driver, 0, 0);
     // SAFETY: its owner keeps it meanwhile.
     assert!(unsafe { Context::current(&driver) }.unwrap().is_none());
@@ -180,9 +168,7 @@ fn borrowed_handles_are_never_destroyed() {
 /// R26: the per-thread default stream is another queue on each thread, by one handle value.
 #[test]
 fn r26_default_streams_are_told_apart() {
-    let Some(driver) = driver("default-streams") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let (one, two) = (context(&driver), driver.context(1).unwrap());
     let legacy = Stream::legacy(&one);
     // SAFETY: null is a special handle.
@@ -200,16 +186,11 @@ fn r26_default_streams_are_told_apart() {
 /// R26: the same where the driver has no stream ids.
 #[test]
 fn r26_streams_are_told_apart_without_ids() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("no-ids");
-    let path = folder.file("driver.so");
-    let fake = Fake {
-        without: |symbol| symbol.name() == "cuStreamGetId",
-        ..Default::default()
+    let without_ids = Fake::without(|symbol| symbol.name() == "cuStreamGetId");
+    let Some((_folder, path)) = library(without_ids) else {
+        return;
     };
-    fake.build(&cc, &path);
-    // SAFETY: the fake library behaves as a driver.
-    let driver = unsafe { Driver::open(&path) }.unwrap();
+    let driver = open(path).unwrap();
     let (one, two) = (context(&driver), driver.context(1).unwrap());
     let legacy = || Stream::legacy(&one).id().unwrap();
     assert_eq!(legacy(), legacy());
@@ -229,9 +210,7 @@ fn r26_streams_are_told_apart_without_ids() {
 
 #[test]
 fn streams_count_their_holders_and_go_with_the_last() {
-    let Some(driver) = driver("holders") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let context = context(&driver);
     let stream = Stream::new(&context).unwrap();
     assert_eq!(stream.holders(), 1);
@@ -247,9 +226,7 @@ fn streams_count_their_holders_and_go_with_the_last() {
 
 #[test]
 fn queries_are_not_counted() {
-    let Some(driver) = driver("queries") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let context = context(&driver);
     let stream = Stream::new(&context).unwrap();
     set_thread_state(&driver, 0x1000, 2);
@@ -271,9 +248,7 @@ fn queries_are_not_counted() {
 
 #[test]
 fn handle_operations_and_time_are_counted() {
-    let Some(driver) = driver("handles") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let context = context(&driver);
     let entered = context.enter().unwrap();
     let properties = MemoryProperties::for_device(context.device()).unwrap();
@@ -308,9 +283,7 @@ fn handle_operations_and_time_are_counted() {
 
 #[test]
 fn errors_are_typed() {
-    let Some(driver) = driver("errors") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let context = context(&driver);
     let entered = context.enter().unwrap();
     let error = entered.mem_alloc(2).unwrap_err();
@@ -344,7 +317,7 @@ fn errors_are_typed() {
 #[test]
 fn lost_driver_is_left_alone_by_drops() {
     for code in [4, 214, 700, 719, 999] {
-        let Some(driver) = driver("lost") else { return };
+        let Some(driver) = driver() else { return };
         let context = context(&driver);
         let stream = Stream::new(&context).unwrap();
         let event = context.enter().unwrap().create_event().unwrap();
@@ -360,9 +333,7 @@ fn lost_driver_is_left_alone_by_drops() {
         assert_eq!(driver.calls(), before);
     }
     // Somebody destroyed their context: the others live on.
-    let Some(driver) = driver("destroyed") else {
-        return;
-    };
+    let Some(driver) = driver() else { return };
     let context = context(&driver);
     let error = context.enter().unwrap().mem_alloc(709).unwrap_err();
     assert!(error.is_fatal());
@@ -371,9 +342,7 @@ fn lost_driver_is_left_alone_by_drops() {
 
 #[test]
 fn functions_of_this_process_make_a_driver() {
-    let Some(library) = driver("functions") else {
-        return;
-    };
+    let Some(library) = driver() else { return };
     // SAFETY: the functions are the fake driver's.
     let driver = unsafe { Driver::from_functions(*library.functions()) }.unwrap();
     assert_eq!(driver.library(), None);

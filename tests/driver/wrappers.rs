@@ -1,10 +1,10 @@
 //! Every wrapper passes its arguments to the right function in the right places: the fake driver
 //! refuses anything else.
 
-use crate::common::{Fake, Folder, compiler};
+use crate::common::{Fake, library, open};
 use cualloc::driver::{
-    Context, Dependency, Device, Driver, Event, Graph, HostMemory, MemoryPool, MemoryProperties,
-    Module, PoolProperties, Stream, UserObject, sys,
+    Context, Dependency, Device, Event, Graph, HostMemory, MemoryPool, MemoryProperties, Module,
+    PoolProperties, Stream, UserObject, sys,
 };
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -37,12 +37,10 @@ unsafe extern "C" fn add_one(data: *mut c_void) {
 
 #[test]
 fn wrappers_pass_their_arguments_in_place() {
-    let Some(cc) = compiler() else { return };
-    let folder = Folder::new("wrappers");
-    let path = folder.file("driver.so");
-    Fake::default().build(&cc, &path);
-    // SAFETY: the fake library behaves as a driver.
-    let driver = unsafe { Driver::open(&path) }.unwrap();
+    let Some((_folder, path)) = library(Fake::default()) else {
+        return;
+    };
+    let driver = open(path).unwrap();
     let devices = [driver.device(0).unwrap(), driver.device(1).unwrap()];
     let zero = Context::primary(&devices[0]).unwrap();
     let one = Context::primary(&devices[1]).unwrap();

@@ -14,10 +14,8 @@ mod scenarios;
 mod views;
 mod world;
 
-use crate::common::assert_matches;
-use cualloc::Error;
-use cualloc::driver::{DriverError, sys};
-use cualloc::sim::FailPlan;
+use crate::common::prelude::*;
+use cualloc::driver::DriverError;
 use world::{Act, Scenario, World};
 
 fn all() -> impl Iterator<Item = Scenario> {
@@ -284,11 +282,9 @@ fn fatal_codes_end_all_driver_calls() {
                 let lost = |result: Result<(), Error>| {
                     assert_matches!(result, Err(Error::ContextLost(_)), "{at}: {result:?}");
                 };
-                // SAFETY: the stream is alive.
-                lost(unsafe { alloc.allocate_raw(100, streams[0].raw()) }.map(drop));
+                lost(alloc.raw_allocate(100, streams[0].raw()).map(drop));
                 for block in blocks.iter().flatten() {
-                    // SAFETY: it is refused.
-                    lost(unsafe { alloc.free_raw(block.ptr()) });
+                    lost(alloc.raw_free(block.ptr()));
                 }
                 lost(alloc.trim(0).map(drop));
                 lost(alloc.synchronize());

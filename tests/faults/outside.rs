@@ -3,10 +3,10 @@
 //! The heap's lock is free during driver calls, so a look at them before and after each call shows what
 //! any thread can come to see.
 
+use crate::common::prelude::*;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use cualloc::Allocator;
 use cualloc::driver::sys::*;
 
 use crate::common::hooked::hooked;

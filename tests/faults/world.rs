@@ -1,11 +1,9 @@
 //! The world in which a fault happens, and what holds in it at any time.
 
 use cualloc::allocator::{BlockInfo, BlockState, SegmentInfo};
-use cualloc::driver::{Context, Driver, Stream};
-use cualloc::sim::{Leaks, Mode, SimConfig, Simulator};
-use cualloc::{Allocator, Block, Config, Error, Policy};
+use cualloc::sim::Leaks;
 
-use crate::common::lost;
+use crate::common::prelude::*;
 use crate::outside;
 
 pub const MIB: usize = 1 << 20;
@@ -71,6 +69,54 @@ pub const PLAIN: Scenario = Scenario {
     proof: |_| true,
 };
 
+impl Scenario {
+    pub const fn of(name: &'static str, act: Act) -> Scenario {
+        Scenario { name, act, ..PLAIN }
+    }
+
+    /// What comes before the act.
+    pub fn after(self, prepare: fn(&mut World)) -> Scenario {
+        Scenario { prepare, ..self }
+    }
+
+    pub fn policies(self, policies: &'static [Policy]) -> Scenario {
+        Scenario { policies, ..self }
+    }
+
+    pub fn memory(self, memory: u64) -> Scenario {
+        Scenario { memory, ..self }
+    }
+
+    pub fn limit(self, bytes: u64) -> Scenario {
+        let limit = Some(bytes);
+        Scenario { limit, ..self }
+    }
+
+    pub fn without_self_test(mut self) -> Scenario {
+        self.self_test = false;
+        self
+    }
+
+    pub fn without_views(mut self) -> Scenario {
+        self.views = false;
+        self
+    }
+
+    pub fn atomic(mut self) -> Scenario {
+        self.atomic = true;
+        self
+    }
+
+    pub fn hopeless(mut self) -> Scenario {
+        self.hopeless = true;
+        self
+    }
+
+    pub fn proof(self, proof: fn(&World) -> bool) -> Scenario {
+        Scenario { proof, ..self }
+    }
+}
+
 impl World {
     pub fn new(scenario: &Scenario, policy: Policy) -> World {
         let mut config = SimConfig::with_devices(2, scenario.memory);
@@ -118,6 +164,12 @@ impl World {
     pub fn put(&mut self, bytes: usize, stream: usize) {
         self.take(bytes, stream).unwrap();
         self.work(self.blocks.len() - 1, stream);
+    }
+
+    /// A stream uses a block from now on.
+    pub fn record(&self, block: usize, stream: usize) {
+        let block = self.blocks[block].as_ref().unwrap();
+        block.record_stream(&self.streams[stream]).unwrap();
     }
 
     pub fn work(&self, block: usize, stream: usize) {
@@ -295,6 +347,14 @@ impl World {
         drop((blocks, streams, alloc, context, driver));
         let leaks = lost::unexplained(sim.leaks(), &lost);
         assert!(leaks.is_empty(), "{at}: {leaks:?}");
+    }
+}
+
+/// An act that closes the allocator, again if a fault was met.
+pub fn close(w: &mut World) -> Result<(), Error> {
+    match w.alloc.close() {
+        Err(Error::Closed) => Ok(()),
+        result => result,
     }
 }
 

@@ -1,7 +1,6 @@
 //! Requests in a capture that go where the last one went: what may not be remembered.
 
 use super::support::*;
-use cualloc::allocator::Request;
 use cualloc::driver::Dependency;
 
 fn present(stream: &Stream) -> Vec<Dependency> {
@@ -50,38 +49,6 @@ fn a_stream_that_was_set_back_is_behind_nothing_that_came_later() {
         rig.stamp(base.ptr(), 512, 1, main); // k3
         rig.stamp(base.ptr(), 512, 1, main); // k4
         freed(rig, allocator, 4 * MIB, main) == at // k5, beside k1
-    });
-}
-
-/// The same, where another stream joins.
-#[test]
-fn a_stream_that_joins_one_that_was_set_back_is_behind_its_present_alone() {
-    captured(false, |rig, allocator, [main, side]| {
-        let _base = used(rig, allocator, 512, main); // k0
-        let first = present(main);
-        let at = freed(rig, allocator, 4 * MIB, main); // k1
-        set(rig, main, &first);
-        freed(rig, allocator, 1024, main); // k2
-        side.wait_for(main).unwrap();
-        let same = freed(rig, allocator, 4 * MIB, side) == at; // beside k1
-        main.wait_for(side).unwrap();
-        same
-    });
-}
-
-/// Set back to the beginning of the graph.
-#[test]
-fn a_stream_that_was_set_to_nothing_is_behind_nothing() {
-    captured(false, |rig, allocator, [main]| {
-        let _base = used(rig, allocator, 512, main); // k0
-        let at = freed(rig, allocator, 4 * MIB, main); // k1
-        set(rig, main, &[]);
-        let own = used(rig, allocator, 2048, main); // r0, a root
-        freed(rig, allocator, 1024, main); // r1
-        freed(rig, allocator, 1024, main); // r2
-        rig.stamp(own.ptr(), 512, 1, main);
-        rig.stamp(own.ptr(), 512, 1, main);
-        freed(rig, allocator, 4 * MIB, main) == at
     });
 }
 
@@ -185,13 +152,13 @@ fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
 #[test]
 fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
         let main = rig.stream();
         let (go, wait) = std::sync::mpsc::channel::<Block>();
         let (entered, is_entered) = std::sync::mpsc::channel::<()>();
         let under_way = Capturing::begin(&main, MODE);
-        let scope = one.enter(Scope::Thread).unwrap();
+        let _scope = one.enter(Scope::Thread).unwrap();
         std::thread::scope(|threads| {
             let (two, main, allocator) = (&two, &main, &allocator);
             let other = threads.spawn(move || {
@@ -210,9 +177,7 @@ fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
             go.send(block).unwrap();
             assert_eq!(other.join().unwrap(), 4 * MIB as u64, "of its own pool");
         });
-        let graph = under_way.end().unwrap();
-        drop((graph, scope, one, two));
-        rig.close(&allocator);
+        let _graph = under_way.end().unwrap();
     });
 }
 
@@ -221,9 +186,9 @@ fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
 fn what_was_freed_last_is_not_cut_from_a_longer_run() {
     packed(|rig| {
         for views in [false, true] {
-            let allocator = rig.allocator_with(Config::new().views(views));
+            let allocator = rig.checked_with(Config::new().views(views));
             let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
-            let graph = capture(&pool, &main, || {
+            let _graph = capture(&pool, &main, || {
                 let blocks = [5, 2, 4, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));
                 let held = || pool.footprint().unwrap().physical;
                 let before = held();
@@ -236,8 +201,6 @@ fn what_was_freed_last_is_not_cut_from_a_longer_run() {
                 drop((used(rig, &allocator, 8 * MIB, &main), small, one, two));
                 assert_eq!(held(), before, "views {views}");
             });
-            drop((graph, pool));
-            rig.close(&allocator);
         }
     });
 }
@@ -245,10 +208,8 @@ fn what_was_freed_last_is_not_cut_from_a_longer_run() {
 /// A block that may not lie in a view does not, whatever is free there.
 #[test]
 fn a_request_without_views_gets_memory_at_home() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &main, || {
+    pooled(|rig, allocator, pool, [main]| {
+        let _graph = capture(&pool, &main, || {
             let blocks = [(); 6].map(|()| used(rig, &allocator, 2 * MIB, &main));
             let [a, b, c, d, e, f] = blocks;
             drop((b, d));
@@ -263,18 +224,14 @@ fn a_request_without_views_gets_memory_at_home() {
             assert_ne!(without.ptr(), at);
             drop((without, a, c, e, f));
         });
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }
 
 /// Of two free runs that are as long as a request the lower one is given, not the one that was freed last.
 #[test]
 fn of_equal_runs_the_lowest_is_given() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, main) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &main, || {
+    pooled(|rig, allocator, pool, [main]| {
+        let _graph = capture(&pool, &main, || {
             let blocks = [4, 2, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));
             let [low, one, high, two] = blocks;
             let at = low.ptr().min(high.ptr());
@@ -287,7 +244,5 @@ fn of_equal_runs_the_lowest_is_given() {
             assert_eq!(used(rig, &allocator, 4 * MIB, &main).ptr(), at);
             drop((one, two));
         });
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }

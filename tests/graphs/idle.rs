@@ -1,8 +1,6 @@
 //! Idle memory of the allocator moves into a pool that can grow no other way.
 
 use super::support::*;
-use cualloc::driver::sys::CUresult;
-use cualloc::sim::FailPlan;
 
 const LIMIT: usize = 64 * MIB;
 
@@ -39,7 +37,7 @@ fn reserved(allocator: &Allocator) -> usize {
 fn idle_memory_serves_a_capture_at_the_limit() {
     packed(|rig| {
         for others in [false, true] {
-            let allocator = rig.limited(LIMIT);
+            let allocator = rig.checked_limit(LIMIT);
             let pool = allocator.graph_pool().unwrap();
             let [stream, other] = rig.streams();
             let held = cached(rig, &allocator, if others { &other } else { &stream });
@@ -66,7 +64,6 @@ fn idle_memory_serves_a_capture_at_the_limit() {
             drop((output, graph, pool));
             rig.settle(&stream);
             assert_trimmed(rig, &allocator);
-            rig.close(&allocator);
         }
     });
 }
@@ -157,9 +154,7 @@ fn handles_leave_idle_views() {
         drop(used(rig, &allocator, 24 * MIB, &stream));
         assert_eq!(reserved(&allocator), 48 * MIB, "no memory was made for it");
         stream.synchronize().unwrap();
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 36 * MIB, &stream));
-        });
+        let graph = graph_of((rig, &allocator), &pool, 36 * MIB, &stream);
         assert!(reserved(&allocator) <= 28 * MIB);
         run(&graph, &stream);
         drop(kept);

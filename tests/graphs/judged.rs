@@ -4,7 +4,6 @@
 use super::support::*;
 use crate::court::table::{Court, install};
 use cualloc::driver::sys::CuFunctions;
-use std::sync::Arc;
 
 /// The pool that has memory, by a number that the program gives it.
 pub const OURS: Option<u64> = Some(1);

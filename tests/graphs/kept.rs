@@ -5,15 +5,12 @@ use std::sync::mpsc;
 
 fn is_capturing<T: std::fmt::Debug>(result: Result<T, impl Into<Error>>) {
     let error = result.unwrap_err().into();
-    assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+    assert_matches!(error, Error::Capturing { .. });
 }
 
 #[test]
 fn a_capture_whose_scope_was_left_gets_no_more_memory() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [main, side] = rig.streams();
+    pooled(|rig, allocator, pool, [main, side]| {
         let under_way = Capturing::begin(&main, MODE);
         let id = main.capture_id().unwrap().unwrap();
         let scope = pool.enter(Scope::Capture(id)).unwrap();
@@ -27,22 +24,15 @@ fn a_capture_whose_scope_was_left_gets_no_more_memory() {
         main.wait_for(&side).unwrap();
         let graph = under_way.end().unwrap();
         drop((again, first));
-        let next = capture(&pool, &main, || {
-            drop(used(rig, &allocator, 4 * MIB, &main));
-        });
+        let next = graph_of((rig, &allocator), &pool, 4 * MIB, &main);
         run(&graph, &main);
         run(&next, &main);
-        drop((graph, next, pool));
-        rig.settle(&main);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_capture_that_only_frees_or_records_has_a_lease() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         for records in [false, true] {
             let mut output = None;
             let one = capture(&pool, &stream, || {
@@ -72,18 +62,13 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
             allocator.trim(0).unwrap();
             assert_eq!(footprint(&allocator, &pool).physical, 0);
         }
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn what_a_stream_did_before_it_captured_is_waited_for() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, other] = rig.streams();
-        let scope = pool.enter(Scope::Thread).unwrap();
+    pooled(|rig, allocator, pool, [stream, other]| {
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let block = allocator.allocate(4 * MIB, &stream).unwrap();
         let at = block.ptr();
         let held = rig.hold(&stream);
@@ -99,17 +84,13 @@ fn what_a_stream_did_before_it_captured_is_waited_for() {
         await_leases(&allocator, &pool, 0);
         let behind = used(rig, &allocator, 4 * MIB, &other);
         assert_eq!(behind.ptr(), at);
-        drop((beside, behind, scope));
-        rig.settle(&other);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_per_thread_default_stream_is_not_marked_from_another_thread() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
         let (to_main, blocks) = mpsc::channel::<Block>();
         let (to_thread, back) = mpsc::channel::<Block>();
@@ -127,25 +108,18 @@ fn a_per_thread_default_stream_is_not_marked_from_another_thread() {
                 own.synchronize().unwrap();
             });
             let error = blocks.recv().unwrap().free().unwrap_err();
-            assert!(
-                matches!(
-                    error.error,
-                    Error::Stream(cualloc::error::StreamMisuse::WrongThread)
-                ),
-                "{error:?}"
+            assert_matches!(
+                error.error,
+                Error::Stream(cualloc::error::StreamMisuse::WrongThread)
             );
             to_thread.send(*error.value).unwrap();
         });
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_graph_that_another_thread_builds_is_not_asked() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let graph = capture(&pool, &stream, || {
             let block = used(rig, &allocator, 2 * MIB, &stream);
             let at = block.ptr();
@@ -155,10 +129,7 @@ fn a_graph_that_another_thread_builds_is_not_asked() {
                 free.join().unwrap()
             });
             let refused = freed.unwrap_err();
-            assert!(
-                matches!(refused.error, Error::Capturing { .. }),
-                "{refused:?}"
-            );
+            assert_matches!(refused.error, Error::Capturing { .. });
             assert_eq!(rig.calls("cuGraphNodeGetDependencies_v2"), asked);
             std::thread::scope(|threads| {
                 threads.spawn(|| drop(refused.value));
@@ -169,17 +140,12 @@ fn a_graph_that_another_thread_builds_is_not_asked() {
             drop(next);
         });
         run(&graph, &stream);
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_checkpoint_is_not_restored_over_blocks_in_use() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, reader] = rig.streams();
+    pooled(|rig, allocator, pool, [stream, reader]| {
         let point = pool.checkpoint().unwrap();
         // SAFETY: blocks that cease are only freed.
         let restore = || unsafe { pool.restore(&point) };
@@ -211,45 +177,32 @@ fn a_checkpoint_is_not_restored_over_blocks_in_use() {
         drop(under_way.end().unwrap());
         drop(scope);
         assert!(restore().unwrap().ceased.is_empty());
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_filter_that_owns_a_block_goes_without_a_lock() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|_rig, allocator, pool, [stream]| {
         let block = allocator.allocate(3 * MIB, &stream).unwrap();
         let filter = move |_| block.size() == 0;
         drop(pool.enter(Scope::When(Box::new(filter))).unwrap());
         assert_eq!(allocator.stats().all.allocated.current, 0);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_capture_into_a_graph_with_nodes_gets_no_memory() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, other] = rig.streams();
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 2 * MIB, &stream));
-        });
+    pooled(|rig, allocator, pool, [stream, other]| {
+        let graph = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
         let scope = pool.enter(Scope::Thread).unwrap();
         // SAFETY: no node is named.
         unsafe { other.begin_capture_into(graph, &[], MODE) }.unwrap();
         let under_way = Capturing::begun(&other);
-        let error = allocator.allocate(2 * MIB, &other).unwrap_err();
-        assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+        let refused = allocator.allocate(2 * MIB, &other);
+        assert_matches!(refused, Err(Error::NotSupported { .. }));
         let graph = under_way.end().unwrap();
         drop(scope);
         run(&graph, &stream);
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }
 
@@ -294,7 +247,7 @@ fn debug_modes_leave_memory_of_pools_alone() {
 fn a_capture_loses_no_block_that_a_debug_mode_holds_back() {
     packed(|rig| {
         let config: Config = "debug=quarantine:64M".parse().unwrap();
-        let allocator = rig.allocator_with(config.limit(Some(40 * MIB as u64)));
+        let allocator = rig.checked_with(config.limit(Some(40 * MIB as u64)));
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         drop(used(rig, &allocator, 8 * MIB, &stream));
         stream.synchronize().unwrap();
@@ -308,9 +261,7 @@ fn a_capture_loses_no_block_that_a_debug_mode_holds_back() {
         });
         drop(graph);
         await_leases(&allocator, &pool, 0);
-        let block = used(rig, &allocator, 36 * MIB, &stream);
+        let _block = used(rig, &allocator, 36 * MIB, &stream);
         stream.synchronize().unwrap();
-        drop((block, pool));
-        rig.close(&allocator);
     });
 }

@@ -1,9 +1,8 @@
 //! How long a pool's addresses live.
 
 use super::support::*;
-use cualloc::driver::{Context, UserObject, sys};
-use cualloc::sim::{Mode, SimConfig};
-use std::sync::{Arc, Mutex, mpsc};
+use cualloc::driver::UserObject;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 /// The driver's thread that tells of the next graph's end has something else to do before that.
@@ -18,12 +17,8 @@ fn tell_late(rig: &Rig, by: Duration) {
 /// G12: the graph goes, its executable stays; then that goes, and its launch runs on.
 #[test]
 fn addresses_live_as_long_as_a_launch_may_use_them() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 6 * MIB, &stream));
-        });
+    pooled(|rig, allocator, pool, [stream]| {
+        let graph = graph_of((rig, &allocator), &pool, 6 * MIB, &stream);
         let mut exec = graph.instantiate().unwrap();
         drop(graph);
         pool.release().unwrap();
@@ -38,7 +33,6 @@ fn addresses_live_as_long_as_a_launch_may_use_them() {
         held.release();
         rig.settle(&stream);
         assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
     });
 }
 
@@ -50,11 +44,9 @@ fn a_close_is_refused_until_the_end_of_a_graph_is_reported() {
         if rig.sim().is_none() {
             return;
         }
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 2 * MIB, &stream));
-        });
+        let graph = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
         let (report, reported) = mpsc::channel();
         // The driver's thread has something else to do first.
         let busy = UserObject::new(&rig.context, move || reported.recv().unwrap());
@@ -74,55 +66,52 @@ fn a_close_is_refused_until_the_end_of_a_graph_is_reported() {
             );
         }
         report.send(()).unwrap();
-        rig.close(&allocator);
     });
 }
 
 /// A close that finds graphs looks again if one of them ended meanwhile: here at least one does in each look.
 #[test]
 fn a_close_looks_again_while_graphs_end() {
-    only_on(Policy::Packed, SimConfig::with_devices(1, 8 << 30), |rig| {
-        let Some(sim) = rig.maybe_sim() else { return };
-        let allocator = rig.allocator();
-        let (pool, stream, other) = (allocator.graph_pool().unwrap(), rig.stream(), rig.stream());
-        let graph = |_| {
-            capture(&pool, &stream, || {
-                drop(used(rig, &allocator, 2 * MIB, &stream));
-            })
-        };
-        let graphs: Vec<Graph> = (0..3).map(graph).collect();
-        // Each look begins with another try to free this block, and so with a question to its stream.
-        let block = allocator.allocate(4 * MIB, &other).unwrap();
-        let under_way = Capturing::begin(&other, MODE);
-        drop(block);
-        let left = Arc::new(Mutex::new((graphs, Some(under_way))));
-        let ends = Arc::downgrade(&left);
-        sim.before(move |moment| {
-            if moment.call == "cuStreamIsCapturing"
-                && let Some(left) = ends.upgrade()
-            {
-                let (graphs, under_way) = &mut *left.lock().unwrap();
-                drop(graphs.pop());
-                if graphs.is_empty() {
-                    drop(under_way.take().map(|capture| capture.end().unwrap()));
+    only_simulated_on(
+        Policy::Packed,
+        SimConfig::with_devices(1, 8 << 30),
+        |rig, sim| {
+            let allocator = rig.allocator();
+            let (pool, stream, other) =
+                (allocator.graph_pool().unwrap(), rig.stream(), rig.stream());
+            let graph = |_| graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
+            let graphs: Vec<Graph> = (0..3).map(graph).collect();
+            // Each look begins with another try to free this block, and so with a question to its stream.
+            let block = allocator.allocate(4 * MIB, &other).unwrap();
+            let under_way = Capturing::begin(&other, MODE);
+            drop(block);
+            let left = Arc::new(Mutex::new((graphs, Some(under_way))));
+            let ends = Arc::downgrade(&left);
+            sim.before(move |moment| {
+                if moment.call == "cuStreamIsCapturing"
+                    && let Some(left) = ends.upgrade()
+                {
+                    let (graphs, under_way) = &mut *left.lock().unwrap();
+                    drop(graphs.pop());
+                    if graphs.is_empty() {
+                        drop(under_way.take().map(|capture| capture.end().unwrap()));
+                    }
                 }
-            }
-        });
-        allocator.close().unwrap();
-        sim.clear_hooks();
-    });
+            });
+            allocator.close().unwrap();
+            sim.clear_hooks();
+        },
+    );
 }
 
 /// The same for unused memory, where nobody captures with the pool any more.
 #[test]
 fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let goes_at_once = || {
             let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-            let graph = capture(&pool, &stream, || {
-                drop(used(rig, &allocator, 2 * MIB, &stream));
-            });
+            let graph = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
             drop(pool);
             tell_late(rig, Duration::from_millis(1));
             drop(graph);
@@ -139,18 +128,13 @@ fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
             (0..200).any(|_| goes_at_once()),
             "the allocator does not wait"
         );
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn nobody_has_to_release_a_pool() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 6 * MIB, &stream));
-        });
+    pooled(|rig, allocator, pool, [stream]| {
+        let graph = graph_of((rig, &allocator), &pool, 6 * MIB, &stream);
         assert_eq!(footprint(&allocator, &pool).leases, 1);
         assert_eq!(allocator.trim(0).unwrap().released, 0);
         let error = allocator.close().unwrap_err();
@@ -169,19 +153,13 @@ fn nobody_has_to_release_a_pool() {
         await_leases(&allocator, &pool, 0);
         assert_eq!(allocator.trim(0).unwrap().released, 6 * MIB as u64);
         // It is as good as a new one.
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, MIB, &stream));
-        });
-        drop((graph, pool));
-        rig.close(&allocator);
+        let _graph = graph_of((rig, &allocator), &pool, MIB, &stream);
     });
 }
 
 #[test]
 fn a_block_keeps_the_memory_of_a_pool_that_was_released() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let mut output = None;
         let graph = capture(&pool, &stream, || {
             output = Some(used(rig, &allocator, 2 * MIB, &stream));
@@ -192,7 +170,6 @@ fn a_block_keeps_the_memory_of_a_pool_that_was_released() {
         drop(output);
         rig.settle(&stream);
         assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
     });
 }
 
@@ -201,9 +178,7 @@ fn an_allocator_without_handles_goes_with_the_last_graph() {
     packed(|rig| {
         let allocator = rig.allocator();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 2 * MIB, &stream));
-        });
+        let graph = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
         drop((pool, allocator));
         assert_held(rig, 2 * MIB, "a graph has it");
         drop(graph);
@@ -219,8 +194,7 @@ fn an_allocator_without_handles_goes_with_the_last_graph() {
 #[test]
 fn a_thousand_captures_leave_nothing_behind() {
     packed(|rig| {
-        let allocator = rig.allocator();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         let mut reserved = 0;
         for turn in 0..1000usize {
             let pool = allocator.graph_pool().unwrap();
@@ -243,18 +217,15 @@ fn a_thousand_captures_leave_nothing_behind() {
             reserved,
             "addresses are used again"
         );
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
     packed(|rig| {
-        let allocator = rig.limited(40 * MIB);
+        let allocator = rig.checked_limit(40 * MIB);
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 24 * MIB, &stream));
-        });
+        let graph = graph_of((rig, &allocator), &pool, 24 * MIB, &stream);
         let error = allocator.allocate(32 * MIB, &stream).unwrap_err();
         assert!(
             error.is_out_of_memory(),
@@ -276,9 +247,7 @@ fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
         allocator.empty_cache().unwrap();
         let mut served = false;
         for _ in 0..20 {
-            let graph = capture(&pool, &stream, || {
-                drop(used(rig, &allocator, 24 * MIB, &stream));
-            });
+            let graph = graph_of((rig, &allocator), &pool, 24 * MIB, &stream);
             tell_late(rig, Duration::from_millis(2));
             drop(graph);
             let (block, waited) = get();
@@ -287,37 +256,22 @@ fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
             served |= waited;
         }
         assert!(served, "no request waited");
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 /// What a stream used of a pool is waited for after the stream has gone.
 #[test]
 fn a_stream_that_used_a_block_of_a_pool_may_be_retired() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let reader = RawStream::new(rig);
-        let mut output = None;
-        let graph = capture(&pool, &stream, || {
-            output = Some(used(rig, &allocator, 2 * MIB, &stream));
-        });
+        let (graph, block) =
+            capture_output(&pool, &stream, || used(rig, &allocator, 2 * MIB, &stream));
         run(&graph, &stream);
-        let block = output.take().unwrap();
-        // SAFETY: the stream is alive, and gets nothing after it is retired.
-        unsafe {
-            allocator
-                .record_stream_raw(block.ptr(), reader.raw())
-                .unwrap();
-            rig.stamp(block.ptr(), 2 * MIB, 3, &reader.borrowed());
-            allocator.retire_raw(reader.raw()).unwrap();
-        }
-        reader.destroy();
-        drop(block);
-        rig.settle(&stream);
-        drop((graph, pool));
-        rig.close(&allocator);
+        allocator
+            .raw_record_stream(block.ptr(), reader.raw())
+            .unwrap();
+        rig.stamp(block.ptr(), 2 * MIB, 3, &reader.borrowed());
+        reader.retire(&allocator);
     });
 }
 
@@ -327,47 +281,34 @@ fn a_stream_that_used_a_block_of_a_pool_may_be_retired() {
 fn a_context_may_go_once_its_stream_that_used_a_pool_is_retired() {
     packed(|rig| {
         let Some(sim) = rig.maybe_sim() else { return };
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let raw = sim.create_context(0).unwrap();
         // SAFETY: the context is destroyed after its last use.
         let there = unsafe { Context::from_raw(&rig.driver, raw) }.unwrap();
-        let mut reader: sys::CUstream = std::ptr::null_mut();
-        let entered = there.enter().unwrap();
-        // SAFETY: a context is current; the output is a local. 1: non-blocking.
-        let code = unsafe { rig.driver.functions().cuStreamCreate.unwrap()(&mut reader, 1) };
-        assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
-        drop(entered);
+        let stream_there = RawStream::in_context(rig, &there, 1);
+        let reader = stream_there.raw();
         let scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let [live, over, freed] = [(); 3].map(|()| allocator.allocate(2 * MIB, &stream).unwrap());
         scope.leave().unwrap();
         stream.synchronize().unwrap();
         sim.set_mode(Mode::Manual);
-        // SAFETY: the stream is alive, and gets nothing after it is retired.
-        unsafe {
-            allocator.record_stream_raw(live.ptr(), reader).unwrap();
-            allocator.record_stream_raw(freed.ptr(), reader).unwrap();
-            let entered = there.enter().unwrap();
-            for block in [&live, &over, &freed] {
-                entered
-                    .memset_d32(block.ptr(), 1, 2 * MIB / 4, reader)
-                    .unwrap();
-            }
-            drop(entered);
-            allocator.record_use_raw(over.ptr(), reader).unwrap();
-            drop(freed);
-            allocator.retire_raw(reader).unwrap();
+        allocator.raw_record_stream(live.ptr(), reader).unwrap();
+        allocator.raw_record_stream(freed.ptr(), reader).unwrap();
+        for block in [&live, &over, &freed] {
+            rig.stamp_in(&there, block.ptr(), 2 * MIB, 1, &stream_there.borrowed());
         }
+        allocator.raw_record_use(over.ptr(), reader).unwrap();
+        drop(freed);
+        allocator.raw_retire(reader).unwrap();
         drop((live, over));
         allocator.trim(0).unwrap();
         assert_held(rig, 6 * MIB, "the stream's work is under way");
         sim.complete_all();
-        drop(there);
+        drop((stream_there, there));
         assert!(sim.destroy_context(raw));
         allocator.trim(0).unwrap();
         assert_held(rig, 0, "nothing uses it");
         sim.set_mode(Mode::Instant);
-        drop(pool);
-        rig.close(&allocator);
     });
 }

@@ -2,7 +2,6 @@
 //! from the end of the capture on.
 
 use super::support::*;
-use cualloc::driver::sys;
 
 /// How a use is recorded.
 type Record = fn(&Allocator, &Block, &Stream) -> Result<(), Error>;
@@ -11,10 +10,8 @@ type Record = fn(&Allocator, &Block, &Stream) -> Result<(), Error>;
 const WAYS: [Record; 4] = [
     |_, block, stream| block.record_stream(stream),
     |_, block, stream| block.record_use(stream),
-    // SAFETY: the tests keep their streams alive.
-    |allocator, block, stream| unsafe { allocator.record_stream_raw(block.ptr(), stream.raw()) },
-    // SAFETY: as above.
-    |allocator, block, stream| unsafe { allocator.record_use_raw(block.ptr(), stream.raw()) },
+    |allocator, block, stream| allocator.raw_record_stream(block.ptr(), stream.raw()),
+    |allocator, block, stream| allocator.raw_record_use(block.ptr(), stream.raw()),
 ];
 
 /// Small blocks of stream caches, and large ones.
@@ -35,9 +32,7 @@ fn assert_free_again(rig: &Rig, allocator: &Allocator, (at, bytes): (u64, usize)
 /// Whether a stream gets the memory at an address.
 fn is_given(allocator: &Allocator, bytes: usize, at: u64, stream: &Stream) -> bool {
     // More than a page of small blocks has.
-    let blocks: Vec<Block> = (0..8 + 64 * KIB / bytes)
-        .map(|_| allocator.allocate(bytes, stream).unwrap())
-        .collect();
+    let blocks: Vec<Block> = allocator.allocate_blocks(8 + 64 * KIB / bytes, bytes, stream);
     let bytes = bytes as u64;
     blocks.iter().any(|block| {
         (at..at + bytes).contains(&block.ptr()) || (block.ptr()..block.ptr() + bytes).contains(&at)
@@ -48,7 +43,7 @@ fn is_given(allocator: &Allocator, bytes: usize, at: u64, stream: &Stream) -> bo
 fn a_block_that_a_capture_uses_is_reused_after_the_capture() {
     packed(|rig| {
         for (way, bytes) in WAYS.iter().flat_map(|way| SIZES.map(|bytes| (way, bytes))) {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let pool = allocator.graph_pool().unwrap();
             let [owner, capturing] = rig.streams();
             let block = used(rig, &allocator, bytes, &owner);
@@ -67,7 +62,6 @@ fn a_block_that_a_capture_uses_is_reused_after_the_capture() {
             allocator.check().unwrap();
             drop(pool);
             assert_free_again(rig, &allocator, (at, bytes), &owner);
-            rig.close(&allocator);
         }
     });
 }
@@ -77,7 +71,7 @@ fn a_block_that_a_capture_uses_is_reused_after_the_capture() {
 fn work_after_the_capture_counts_too() {
     packed(|rig| {
         for bytes in SIZES {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let pool = allocator.graph_pool().unwrap();
             let [owner, capturing] = rig.streams();
             let block = used(rig, &allocator, bytes, &owner);
@@ -94,7 +88,6 @@ fn work_after_the_capture_counts_too() {
             allocator.synchronize().unwrap();
             drop(pool);
             assert_free_again(rig, &allocator, (at, bytes), &owner);
-            rig.close(&allocator);
         }
     });
 }
@@ -102,10 +95,7 @@ fn work_after_the_capture_counts_too() {
 /// A scope that does not serve the capture leaves it as it is without one.
 #[test]
 fn a_capture_that_no_pool_serves_refuses_the_use() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [owner, capturing, other] = rig.streams();
+    pooled(|_rig, allocator, pool, [owner, capturing, other]| {
         let block = allocator.allocate(MIB, &owner).unwrap();
         let before = allocator.block_of(block.ptr());
         let scopes = [
@@ -117,8 +107,8 @@ fn a_capture_that_no_pool_serves_refuses_the_use() {
             let scope = pool.enter(scope).unwrap();
             let under_way = Capturing::begin(&capturing, MODE);
             for way in WAYS {
-                let refused = way(&allocator, &block, &capturing).unwrap_err();
-                assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+                let refused = way(&allocator, &block, &capturing);
+                assert_matches!(refused, Err(Error::Capturing { .. }));
             }
             drop(under_way.end().unwrap());
             scope.leave().unwrap();
@@ -127,8 +117,6 @@ fn a_capture_that_no_pool_serves_refuses_the_use() {
         let at = block.ptr();
         drop(block);
         assert_eq!(allocator.allocate(MIB, &owner).unwrap().ptr(), at);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
@@ -162,47 +150,36 @@ fn raw_streams_are_found_again_after_the_capture() {
             .flat_map(|known| SIZES.map(|bytes| (known, bytes)))
         {
             for named_after in [false, true] {
-                let allocator = rig.allocator();
+                let allocator = rig.checked();
                 let pool = allocator.graph_pool().unwrap();
                 let (owner, raw) = (rig.stream(), RawStream::new(rig));
-                // SAFETY: the stream is alive until it is retired.
-                unsafe {
-                    match known {
-                        Known::Not => {}
-                        Known::Used => {
-                            let ptr = allocator.allocate_raw(MIB, raw.raw()).unwrap();
-                            allocator.free_raw(ptr).unwrap();
-                        }
-                        Known::Adopted => allocator.adopt_raw(raw.raw()).unwrap(),
+                match known {
+                    Known::Not => {}
+                    Known::Used => {
+                        let ptr = allocator.raw_allocate(MIB, raw.raw()).unwrap();
+                        allocator.raw_free(ptr).unwrap();
                     }
+                    Known::Adopted => allocator.raw_adopt(raw.raw()).unwrap(),
                 }
                 let block = used(rig, &allocator, bytes, &owner);
                 rig.settle(&owner);
                 let at = block.ptr();
                 raw_capture(&pool, &raw, rig, || {
-                    // SAFETY: as above.
-                    unsafe { allocator.record_stream_raw(at, raw.raw()) }.unwrap();
-                    // SAFETY: as above.
-                    let refused = unsafe { allocator.retire_raw(raw.raw()) }.unwrap_err();
-                    assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+                    allocator.raw_record_stream(at, raw.raw()).unwrap();
+                    let refused = allocator.raw_retire(raw.raw());
+                    assert_matches!(refused, Err(Error::Capturing { .. }));
                     drop(block);
                     assert!(!is_given(&allocator, bytes, at, &owner), "{known:?}");
                 });
                 if named_after {
-                    // SAFETY: as above.
-                    unsafe {
-                        let ptr = allocator.allocate_raw(2 * MIB, raw.raw()).unwrap();
-                        allocator.free_raw(ptr).unwrap();
-                    }
+                    let ptr = allocator.raw_allocate(2 * MIB, raw.raw()).unwrap();
+                    allocator.raw_free(ptr).unwrap();
                     allocator.check().unwrap();
                 }
-                // SAFETY: nothing more comes on the stream.
-                unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-                raw.destroy();
+                raw.retire(&allocator);
                 allocator.check().unwrap();
                 drop(pool);
                 assert_free_again(rig, &allocator, (at, bytes), &owner);
-                rig.close(&allocator);
             }
         }
     });
@@ -211,15 +188,13 @@ fn raw_streams_are_found_again_after_the_capture() {
 /// A stream of this crate that is named by its handle alone is kept alive as long as it is needed.
 #[test]
 fn a_stream_of_this_crate_is_kept_by_a_use_on_its_handle() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [owner, capturing] = rig.streams();
+    pooled(|rig, allocator, pool, [owner, capturing]| {
         let block = used(rig, &allocator, 2 * MIB, &owner);
         rig.settle(&owner);
         drop(capture(&pool, &capturing, || {
-            // SAFETY: the stream is alive.
-            unsafe { allocator.record_stream_raw(block.ptr(), capturing.raw()) }.unwrap();
+            allocator
+                .raw_record_stream(block.ptr(), capturing.raw())
+                .unwrap();
         }));
         let held = rig.hold(&capturing);
         rig.stamp(block.ptr(), 2 * MIB, 1, &capturing);
@@ -231,7 +206,6 @@ fn a_stream_of_this_crate_is_kept_by_a_use_on_its_handle() {
         held.release();
         drop(pool);
         allocator.synchronize().unwrap();
-        rig.close(&allocator);
     });
 }
 
@@ -243,33 +217,27 @@ fn a_use_on_a_stream_that_is_gone_waits_for_the_context() {
             return;
         }
         for bytes in SIZES {
-            let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+            let allocator = rig.checked_with(Config::new().unretired_streams(true));
             let pool = allocator.graph_pool().unwrap();
             let (owner, raw) = (rig.stream(), RawStream::new(rig));
             let block = used(rig, &allocator, bytes, &owner);
             rig.settle(&owner);
             let (at, handle) = (block.ptr(), raw.raw());
             raw_capture(&pool, &raw, rig, || {
-                // SAFETY: the stream is alive.
-                unsafe { allocator.record_stream_raw(at, raw.raw()) }.unwrap();
+                allocator.raw_record_stream(at, raw.raw()).unwrap();
                 drop(block);
             });
             raw.destroy();
             let next = RawStream::new(rig);
             assert_eq!(next.raw(), handle, "the handle comes again");
-            // SAFETY: the stream is alive in each call that names it.
-            unsafe {
-                let ptr = allocator.allocate_raw(bytes, next.raw()).unwrap();
-                assert_ne!(ptr, at);
-                allocator.free_raw(ptr).unwrap();
-                allocator.retire_raw(next.raw()).unwrap();
-            }
-            next.destroy();
+            let ptr = allocator.raw_allocate(bytes, next.raw()).unwrap();
+            assert_ne!(ptr, at);
+            allocator.raw_free(ptr).unwrap();
+            next.retire(&allocator);
             assert!(!is_given(&allocator, bytes, at, &owner), "{bytes}");
             allocator.synchronize().unwrap();
             drop(pool);
             assert_free_again(rig, &allocator, (at, bytes), &owner);
-            rig.close(&allocator);
         }
     });
 }

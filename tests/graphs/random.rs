@@ -4,7 +4,7 @@
 use super::judged::{Judge, OURS, judged};
 use super::support::*;
 use cualloc::allocator::{Checkpoint, PoolScope};
-use cualloc::driver::{Dependency, Function, sys};
+use cualloc::driver::{Dependency, Function};
 use std::cell::Cell;
 
 /// How many operations a run has; the full checks set more.
@@ -331,7 +331,7 @@ impl<'a> Program<'a> {
         }
         for block in lost {
             let error = block.free().unwrap_err();
-            assert!(matches!(error.error, Error::NotLive { .. }), "{error:?}");
+            assert_matches!(error.error, Error::NotLive { .. });
             std::mem::forget(error);
         }
         let revived = restored.revived.into_iter();
@@ -404,7 +404,7 @@ fn program(seed: u64, launches: bool) -> Seen {
     judged(|rig, judge| {
         let module = rig.words();
         let fill = module.function(c"cualloc_fill").unwrap();
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
         let raw = RawStream::new(rig);
         let [one, two, three] = rig.streams();
@@ -460,8 +460,6 @@ fn program(seed: u64, launches: bool) -> Seen {
         drop(streams);
         raw.destroy();
         await_leases(&allocator, &pool, 0);
-        drop(pool);
-        rig.close(&allocator);
     });
     seen.get()
 }

@@ -1,17 +1,12 @@
 //! What cannot be: errors with a type, nothing changed, and no capture spoilt.
 
 use super::support::*;
-use cualloc::allocator::Request;
-use cualloc::driver::sys;
 use cualloc::error::Cause;
-use cualloc::sim::{FailPlan, SimConfig};
 
 #[test]
 fn a_pool_that_was_released_is_refused() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let scope = pool.enter(Scope::NextCapture).unwrap();
+    pooled(|_rig, allocator, pool, [stream]| {
+        let _scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&stream, MODE);
         drop(allocator.allocate(MIB, &stream).unwrap());
         pool.release().unwrap();
@@ -22,45 +17,12 @@ fn a_pool_that_was_released_is_refused() {
         released(pool.enter(Scope::Thread).unwrap_err());
         released(pool.footprint().unwrap_err());
         released(pool.checkpoint().unwrap_err());
-        drop(scope);
-        drop(pool);
-        rig.close(&allocator);
-    });
-}
-
-#[test]
-fn a_checkpoint_is_not_restored_while_memory_is_in_use() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let mut output = None;
-        let graph = capture(&pool, &stream, || {
-            output = Some(used(rig, &allocator, 2 * MIB, &stream));
-        });
-        let point = pool.checkpoint().unwrap();
-        let held = rig.hold(&stream);
-        rig.stamp(output.as_ref().unwrap().ptr(), MIB, 1, &stream);
-        drop(output);
-        // SAFETY: no block has come since.
-        let restore = || unsafe { pool.restore(&point) };
-        let error = graph_pool_error(restore().unwrap_err());
-        let bytes = 2 * MIB as u64;
-        assert_eq!(error, GraphPoolError::NotComplete { bytes });
-        held.release();
-        rig.settle(&stream);
-        assert_eq!(restore().unwrap().revived.len(), 1);
-        drop((graph, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_capture_that_failed_leaves_its_memory() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, side] = rig.streams();
+    pooled(|rig, allocator, pool, [stream, side]| {
         let scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&stream, MODE);
         drop(used(rig, &allocator, 2 * MIB, &stream));
@@ -71,14 +33,9 @@ fn a_capture_that_failed_leaves_its_memory() {
         assert!(under_way.end().is_err());
         scope.leave().unwrap();
         assert_eq!(footprint(&allocator, &pool).live, MIB as u64);
-        let graph = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 2 * MIB, &stream));
-        });
+        let graph = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
         assert_eq!(footprint(&allocator, &pool).physical, 4 * MIB as u64);
         run(&graph, &stream);
-        drop((live, graph, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -210,9 +167,7 @@ fn what_fails_outside_of_captures_is_tried_again() {
                 allocator.trim(0).unwrap_err();
                 assert_eq!(sim.clear_failures(), 0);
                 // The pool serves, whatever is stuck.
-                let graph = capture(&pool, &other, || {
-                    drop(used(rig, &allocator, 2 * MIB, &other));
-                });
+                let graph = graph_of((rig, &allocator), &pool, 2 * MIB, &other);
                 run(&graph, &other);
                 allocator.check().unwrap();
             }
@@ -231,13 +186,11 @@ fn what_fails_outside_of_captures_is_tried_again() {
 
 #[test]
 fn a_block_in_a_single_handle_is_refused_by_a_pool_and_served_beside_it() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let request = Request::new(5 * MIB).single_handle();
         let refused = || {
-            let error = allocator.allocate_with(request, &stream).unwrap_err();
-            assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+            let refused = allocator.allocate_with(request, &stream);
+            assert_matches!(refused, Err(Error::NotSupported { .. }));
         };
         let graph = capture(&pool, &stream, || {
             refused();
@@ -252,9 +205,6 @@ fn a_block_in_a_single_handle_is_refused_by_a_pool_and_served_beside_it() {
         refused();
         drop(scope);
         drop(allocator.allocate_with(request, &stream).unwrap());
-        drop((graph, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -274,13 +224,10 @@ fn with_512_mib_of_addresses(test: impl Fn(&Rig)) {
 #[test]
 fn a_pool_that_lacks_addresses_says_so() {
     with_512_mib_of_addresses(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let graph = capture(&pool, &stream, || {
-            let error = allocator.allocate(600 * MIB, &stream).unwrap_err();
-            let Error::OutOfMemory(picture) = error else {
-                panic!("{error:?}");
-            };
+            let picture = out_of_memory(allocator.allocate(600 * MIB, &stream).unwrap_err());
             assert_eq!(picture.cause(), Cause::Refused, "{picture}");
             let driver = picture.driver.unwrap();
             assert_eq!(driver.call(), "cuMemAddressReserve");
@@ -290,7 +237,6 @@ fn a_pool_that_lacks_addresses_says_so() {
         drop((graph, pool));
         rig.settle(&stream);
         assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
     });
 }
 
@@ -298,7 +244,7 @@ fn a_pool_that_lacks_addresses_says_so() {
 #[test]
 fn where_a_view_has_no_addresses_a_pool_grows() {
     with_512_mib_of_addresses(|rig| {
-        let allocator = rig.allocator_with("tune.handle=16M".parse().unwrap());
+        let allocator = rig.checked_with("tune.handle=16M".parse().unwrap());
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let scope = pool.enter(Scope::Thread).unwrap();
         let mut blocks: Vec<Block> = [16, 16, 16, 16, 16, 512 - 80 - 30]
@@ -315,7 +261,6 @@ fn where_a_view_has_no_addresses_a_pool_grows() {
         drop((block, blocks, scope, pool));
         rig.settle(&stream);
         assert_trimmed(rig, &allocator);
-        rig.close(&allocator);
     });
 }
 
@@ -325,22 +270,18 @@ fn a_pool_grows_up_to_the_headroom() {
     packed(|rig| {
         let free = || rig.context.mem_info().unwrap().free as usize;
         let headroom = free() - 100 * MIB;
-        let allocator = rig.allocator_with(Config::new().headroom(headroom as u64 / 2));
+        let allocator = rig.checked_with(Config::new().headroom(headroom as u64 / 2));
         assert_eq!(allocator.stats().headroom, headroom as u64 / 2);
         let taken = allocator.allocate(headroom - headroom / 2, &rig.stream());
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let graph = capture(&pool, &stream, || {
             drop(used(rig, &allocator, 60 * MIB, &stream));
-            let error = allocator.allocate(120 * MIB, &stream).unwrap_err();
-            let Error::OutOfMemory(picture) = error else {
-                panic!("{error}");
-            };
+            let picture = out_of_memory(allocator.allocate(120 * MIB, &stream).unwrap_err());
             assert_eq!(picture.headroom, headroom as u64 / 2);
             assert!(matches!(picture.cause(), Cause::Device | Cause::Pools));
         });
         assert!(free() >= headroom / 2);
         drop((graph, pool, taken));
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }

@@ -5,9 +5,7 @@ use super::support::*;
 /// G2: layers on one stream, each with memory of its own while it runs, and none beside it.
 #[test]
 fn a_chain_of_layers_holds_what_is_live_at_once() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         // Each layer reads the one before it, so two live at once; sizes that do not fit into each other.
         let sizes: Vec<usize> = (0..40)
             .map(|layer| (40 + 7 * (layer % 5)) * MIB + 512)
@@ -28,19 +26,13 @@ fn a_chain_of_layers_holds_what_is_live_at_once() {
             held.peak
         );
         run(&graph, &stream);
-        drop(graph);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 /// G3: memory that a side stream used is used again as soon as the join is behind it.
 #[test]
 fn memory_of_forks_is_used_again_behind_their_joins() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [main, side] = rig.streams();
+    pooled(|rig, allocator, pool, [main, side]| {
         let graph = capture(&pool, &main, || {
             for _ in 0..20 {
                 let input = used(rig, &allocator, 64 * MIB, &main);
@@ -60,17 +52,12 @@ fn memory_of_forks_is_used_again_behind_their_joins() {
         for _ in 0..8 {
             run(&graph, &main);
         }
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn memory_of_a_branch_is_not_given_to_one_beside_it() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [main, side] = rig.streams();
+    pooled(|rig, allocator, pool, [main, side]| {
         let graph = capture(&pool, &main, || {
             rig.stamp(used(rig, &allocator, MIB, &main).ptr(), MIB, 0, &main);
             side.wait_for(&main).unwrap();
@@ -90,8 +77,6 @@ fn memory_of_a_branch_is_not_given_to_one_beside_it() {
         for _ in 0..16 {
             run(&graph, &main);
         }
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }
 
@@ -103,7 +88,7 @@ fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
         let mut alone = 0;
         let turns = orders.into_iter().cycle().zip([1, 1, 1, 4, 4, 4]);
         for (turn, (order, lanes)) in turns.enumerate() {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let pool = allocator.graph_pool().unwrap();
             let streams: [Stream; 4] = rig.streams();
             let batch = |size: u64, stream: &Stream| {
@@ -137,25 +122,18 @@ fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
                 run(graph, &streams[0]);
             }
             drop(graphs);
-            drop(pool);
-            rig.close(&allocator);
         }
     });
 }
 
 #[test]
 fn a_block_that_is_live_at_the_end_keeps_its_contents_beside_other_captures() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [first, second] = rig.streams();
+    pooled(|rig, allocator, pool, [first, second]| {
         let mut output = None;
         let one = capture(&pool, &first, || {
             output = Some(used(rig, &allocator, 3 * MIB, &first));
         });
-        let two = capture(&pool, &second, || {
-            drop(used(rig, &allocator, 16 * MIB, &second));
-        });
+        let two = graph_of((rig, &allocator), &pool, 16 * MIB, &second);
         run(&one, &first);
         run(&two, &first);
         let block = output.take().unwrap();
@@ -163,31 +141,23 @@ fn a_block_that_is_live_at_the_end_keeps_its_contents_beside_other_captures() {
             rig.mismatches(block.ptr(), 3 * MIB, 3 * MIB as u32, &first),
             0
         );
-        drop((block, one, two, pool));
-        rig.close(&allocator);
     });
 }
 
 /// G11: an output that work outside still reads is given to no capture.
 #[test]
 fn memory_is_not_given_to_a_capture_while_work_outside_reads_it() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, reader] = rig.streams();
-        let mut output = None;
-        let graph = capture(&pool, &stream, || {
-            output = Some(used(rig, &allocator, 2 * MIB, &stream));
-        });
+    pooled(|rig, allocator, pool, [stream, reader]| {
+        let (graph, block) =
+            capture_output(&pool, &stream, || used(rig, &allocator, 2 * MIB, &stream));
         run(&graph, &stream);
-        let block = output.take().unwrap();
         let at = block.ptr();
         let held = rig.hold(&reader);
         rig.stamp(at, 2 * MIB, 5, &reader);
         block.record_stream(&reader).unwrap();
         drop(block);
         let events = rig.calls("cuStreamWaitEvent");
-        let next = capture(&pool, &stream, || {
+        let _next = capture(&pool, &stream, || {
             let block = used(rig, &allocator, 2 * MIB, &stream);
             assert_ne!(block.ptr(), at, "the reader is not done");
         });
@@ -199,7 +169,7 @@ fn memory_is_not_given_to_a_capture_while_work_outside_reads_it() {
         held.release();
         rig.settle(&reader);
         rig.settle(&stream);
-        let last = capture(&pool, &stream, || {
+        let _last = capture(&pool, &stream, || {
             let block = used(rig, &allocator, 4 * MIB, &stream);
             let blocks = at..at + 2 * MIB as u64;
             assert!(
@@ -207,17 +177,13 @@ fn memory_is_not_given_to_a_capture_while_work_outside_reads_it() {
                 "both are free, and side by side"
             );
         });
-        drop((graph, next, last, pool));
-        rig.close(&allocator);
     });
 }
 
 /// G13: the layout of any earlier time can be had again.
 #[test]
 fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let (mut graphs, mut points, mut live) = (Vec::new(), Vec::new(), Vec::<Block>::new());
         for turn in 0..50usize {
             graphs.push(capture(&pool, &stream, || {
@@ -246,7 +212,7 @@ fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
             let (ceased, kept): (Vec<Block>, Vec<Block>) = owners.into_iter().partition(gone);
             for block in ceased {
                 let error = block.free().unwrap_err();
-                assert!(matches!(error.error, Error::NotLive { .. }), "{error:?}");
+                assert_matches!(error.error, Error::NotLive { .. });
                 std::mem::forget(error);
             }
             owners = kept;
@@ -260,7 +226,5 @@ fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
         // SAFETY: it is refused.
         let error = unsafe { other.restore(&points[0]) }.unwrap_err();
         assert_eq!(graph_pool_error(error), GraphPoolError::ForeignCheckpoint);
-        drop((owners, graphs, pool, other));
-        rig.close(&allocator);
     });
 }

@@ -1,32 +1,25 @@
 //! Which requests go to a pool, and that all others go on as if nobody captured.
 
 use super::support::*;
-use cualloc::Request;
 use cualloc::allocator::PoolScope;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 #[test]
 fn without_a_scope_a_capture_is_refused_as_ever() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|_rig, allocator, pool, [stream]| {
         let under_way = Capturing::begin(&stream, MODE);
         for bytes in [512, MIB] {
-            let error = allocator.allocate(bytes, &stream).unwrap_err();
-            assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+            let refused = allocator.allocate(bytes, &stream);
+            assert_matches!(refused, Err(Error::Capturing { .. }));
         }
         drop(under_way.end().unwrap());
         assert_eq!(footprint(&allocator, &pool).physical, 0);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn each_scope_sends_its_own_requests_to_its_pool() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pools: [GraphPool; 5] = std::array::from_fn(|_| allocator.graph_pool().unwrap());
         let [capturing, named, filtered, plain] = rig.streams();
         let raw = filtered.raw() as usize;
@@ -71,8 +64,6 @@ fn each_scope_sends_its_own_requests_to_its_pool() {
         drop(under_way.end().unwrap());
         drop((next, eager));
         allocator.check().unwrap();
-        drop(pools);
-        rig.close(&allocator);
     });
 }
 
@@ -101,21 +92,18 @@ fn an_allocation_in_a_predicate_is_an_error() {
                         refused.push(allocator.allocate(bytes, stream).unwrap_err());
                         let cached = Request::new(bytes).cached_only();
                         refused.push(allocator.allocate_with(cached, stream).unwrap_err());
-                        // SAFETY: the stream is alive.
-                        let raw = unsafe { allocator.allocate_raw(bytes, stream.raw()) };
+                        let raw = allocator.raw_allocate(bytes, stream.raw());
                         refused.push(raw.unwrap_err());
                     }
                     // One without scopes asks no predicate.
                     drop(other.allocate(bytes, &own).unwrap());
                 }
                 if beside.is_capturing().unwrap() {
-                    // SAFETY: the stream is alive.
-                    let recorded = unsafe { allocator.record_stream_raw(kept, beside.raw()) };
+                    let recorded = allocator.raw_record_stream(kept, beside.raw());
                     refused.push(recorded.unwrap_err());
                 }
                 if asked.fetch_add(1, Ordering::Relaxed) == 0 {
-                    // SAFETY: nothing uses the block.
-                    unsafe { allocator.free_raw(freed) }.unwrap();
+                    allocator.raw_free(freed).unwrap();
                 }
                 true
             };
@@ -134,8 +122,7 @@ fn an_allocation_in_a_predicate_is_an_error() {
             assert_eq!(error.to_string(), expected.to_string());
         }
         assert_eq!(refused.len() as u64, 12 * asked.load(Ordering::Relaxed) + 1);
-        // SAFETY: nothing uses the block.
-        unsafe { allocator.free_raw(kept) }.unwrap();
+        allocator.raw_free(kept).unwrap();
         drop(allocator.allocate(MIB, &stream).unwrap());
         drop(pool);
         other.close().unwrap();
@@ -146,46 +133,38 @@ fn an_allocation_in_a_predicate_is_an_error() {
 /// After a predicate that panicked the thread is in none.
 #[test]
 fn a_predicate_that_panics_is_over() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|_rig, allocator, pool, [stream]| {
         let panics = |_| panic!("a predicate that panics");
         let scope = pool.enter(Scope::When(Box::new(panics))).unwrap();
         let ask = || allocator.allocate(MIB, &stream).map(drop);
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(ask));
         assert!(caught.is_err());
         drop(scope);
-        let scope = pool.enter(Scope::When(Box::new(|_| true))).unwrap();
+        let _scope = pool.enter(Scope::When(Box::new(|_| true))).unwrap();
         ask().unwrap();
-        drop((scope, pool));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn streams_by_their_handles_capture_with_memory_of_pools() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
         let raw = RawStream::new(rig);
         let stream = raw.borrowed();
         let graph = capture(&pool, &stream, || {
-            // SAFETY: the stream is alive; nothing uses the blocks.
-            unsafe {
-                let first = allocator.allocate_raw(MIB, raw.raw()).unwrap();
-                rig.stamp(first, MIB, 1, &stream);
-                allocator.free_raw(first).unwrap();
-                let second = allocator.allocate_raw(MIB, raw.raw()).unwrap();
-                assert_eq!(second, first);
-                allocator.record_stream_raw(second, raw.raw()).unwrap();
-                allocator.free_raw(second).unwrap();
-                assert!(allocator.free_raw(second).is_err(), "freed before");
-            }
+            let first = allocator.raw_allocate(MIB, raw.raw()).unwrap();
+            rig.stamp(first, MIB, 1, &stream);
+            allocator.raw_free(first).unwrap();
+            let second = allocator.raw_allocate(MIB, raw.raw()).unwrap();
+            assert_eq!(second, first);
+            allocator.raw_record_stream(second, raw.raw()).unwrap();
+            allocator.raw_free(second).unwrap();
+            assert!(allocator.raw_free(second).is_err(), "freed before");
         });
         run(&graph, &stream);
         drop((graph, pool, stream));
         raw.destroy();
-        rig.close(&allocator);
     });
 }
 
@@ -246,7 +225,7 @@ fn others_go_on_as_if_nobody_captured() {
             Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
             Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
         ] {
-            let allocator = rig.allocator_with(config());
+            let allocator = rig.checked_with(config());
             let (pool, capturing) = (allocator.graph_pool().unwrap(), rig.stream());
             let streams = rig.streams();
             let scope = pool.enter(Scope::NextCapture).unwrap();
@@ -260,27 +239,22 @@ fn others_go_on_as_if_nobody_captured() {
             assert_eq!(differs, None, "others are placed as they would be alone");
             assert_eq!(beside.1, alone.1);
             // Nobody waits through it.
-            let refused = allocator.synchronize().unwrap_err();
-            assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+            assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
             drop(block);
             drop(used(rig, &allocator, 50 * MIB, &capturing));
             let graph = under_way.end().unwrap();
             drop(scope);
             run(&graph, &capturing);
-            drop((graph, pool));
-            rig.close(&allocator);
         }
     });
 }
 
 #[test]
 fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|_rig, allocator, pool, [stream]| {
         let asked = Arc::new(AtomicU64::new(0));
         let (seen, inner) = (Arc::clone(&asked), allocator.clone());
-        let scope = pool.enter(Scope::When(Box::new(move |_| {
+        let _scope = pool.enter(Scope::When(Box::new(move |_| {
             seen.fetch_add(1, Ordering::Relaxed);
             inner.stats();
             false
@@ -288,21 +262,18 @@ fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
         drop(allocator.allocate(MIB, &stream).unwrap());
         assert!(asked.load(Ordering::Relaxed) > 0);
         assert_eq!(footprint(&allocator, &pool).physical, 0);
-        drop((scope, pool));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_filter_is_asked_once_by_each_form_of_a_request() {
     packed(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, [stream, adopted]) = (allocator.graph_pool().unwrap(), rig.streams());
-        // SAFETY: the stream lives longer than the allocator.
-        unsafe { allocator.adopt_raw(adopted.raw()) }.unwrap();
+        allocator.raw_adopt(adopted.raw()).unwrap();
         let asked = Arc::new(AtomicU64::new(0));
         let seen = Arc::clone(&asked);
-        let scope = pool.enter(Scope::When(Box::new(move |_| {
+        let _scope = pool.enter(Scope::When(Box::new(move |_| {
             seen.fetch_add(1, Ordering::Relaxed);
             false
         })));
@@ -321,24 +292,17 @@ fn a_filter_is_asked_once_by_each_form_of_a_request() {
             });
             for raw in [stream.raw(), adopted.raw(), std::ptr::null_mut()] {
                 once(&format!("{bytes} bytes by {raw:?}"), &|| {
-                    // SAFETY: the streams live, and nobody gives them work.
-                    unsafe {
-                        let ptr = allocator.allocate_raw(bytes, raw).unwrap();
-                        allocator.free_raw(ptr).unwrap();
-                    }
+                    let ptr = allocator.raw_allocate(bytes, raw).unwrap();
+                    allocator.raw_free(ptr).unwrap();
                 });
             }
         }
-        drop((scope, pool));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_scope_that_was_left_meanwhile_serves_no_capture() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|_rig, allocator, pool, [stream]| {
         let entered = Arc::new(Mutex::new(None::<PoolScope>));
         let own = Arc::clone(&entered);
         // The scope's end comes between its answer and the request's memory.
@@ -348,12 +312,10 @@ fn a_scope_that_was_left_meanwhile_serves_no_capture() {
         };
         *entered.lock().unwrap() = Some(pool.enter(Scope::When(Box::new(when))).unwrap());
         let under_way = Capturing::begin(&stream, MODE);
-        let error = allocator.allocate(MIB, &stream).unwrap_err();
-        assert!(matches!(error, Error::Capturing { .. }), "{error:?}");
+        let refused = allocator.allocate(MIB, &stream);
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         drop(under_way.end().unwrap());
         assert!(entered.lock().unwrap().is_none());
         assert_eq!(footprint(&allocator, &pool).physical, 0);
-        drop(pool);
-        rig.close(&allocator);
     });
 }

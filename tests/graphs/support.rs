@@ -1,12 +1,10 @@
 //! What these tests share.
 
-pub use super::common::capturing::{Capturing, MODE};
-pub use super::common::*;
-pub use cualloc::Error;
-pub use cualloc::allocator::{Allocator, Block, Config, Footprint, GraphPool, Policy, Scope};
-pub use cualloc::driver::{Graph, GraphExec, Stream};
+pub use super::common::capturing::{Capturing, MODE, capture, capture_output, pooled_on};
+pub use super::common::prelude::*;
+pub use cualloc::allocator::{Footprint, GraphPool, Scope};
+pub use cualloc::driver::{Graph, GraphExec};
 pub use cualloc::error::GraphPoolError;
-use cualloc::sim::SimConfig;
 
 /// The simulator tells the end of a graph as late as a driver.
 pub fn late() -> SimConfig {
@@ -21,6 +19,11 @@ pub fn packed(test: impl Fn(&Rig)) {
     only_on(Policy::Packed, late(), test);
 }
 
+/// [`pooled_on`] with [`late`].
+pub fn pooled<const N: usize>(test: impl Fn(&Rig, Allocator, GraphPool, [Stream; N])) {
+    pooled_on(late(), test);
+}
+
 /// Waits until so many graphs have memory of a pool.
 pub fn await_leases(allocator: &Allocator, pool: &GraphPool, count: u64) {
     let leases = || footprint(allocator, pool).leases;
@@ -29,14 +32,14 @@ pub fn await_leases(allocator: &Allocator, pool: &GraphPool, count: u64) {
     });
 }
 
-/// Captures what a closure gives the stream, with memory of a pool.
-pub fn capture(pool: &GraphPool, stream: &Stream, work: impl FnOnce()) -> Graph {
-    let scope = pool.enter(Scope::NextCapture).unwrap();
-    let under_way = Capturing::begin(stream, MODE);
-    work();
-    let graph = under_way.end().unwrap();
-    scope.leave().unwrap();
-    graph
+/// A graph that uses a block of a pool, which its capture frees.
+pub fn graph_of(
+    (rig, allocator): (&Rig, &Allocator),
+    pool: &GraphPool,
+    bytes: usize,
+    stream: &Stream,
+) -> Graph {
+    capture(pool, stream, || drop(used(rig, allocator, bytes, stream)))
 }
 
 /// A block with all its bytes written, and read, by nodes of its stream.

@@ -1,10 +1,6 @@
 //! Uses of a pool's memory by work outside of captures, beside graphs that were captured with it.
 
 use super::support::*;
-use cualloc::driver::sys;
-use cualloc::sim::FailPlan;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A rig with interludes, whose memory is packed.
 fn with_interludes(test: impl Fn(&Rig)) {
@@ -17,9 +13,7 @@ fn with_interludes(test: impl Fn(&Rig)) {
 
 #[test]
 fn work_outside_gets_no_memory_that_a_launch_would_write() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let mut at = 0;
         let graph = capture(&pool, &stream, || {
             at = used(rig, &allocator, 4 * MIB, &stream).ptr();
@@ -36,11 +30,9 @@ fn work_outside_gets_no_memory_that_a_launch_would_write() {
         assert_eq!(used(rig, &allocator, 4 * MIB, &stream).ptr(), own);
         rig.settle(&stream);
         drop(scope);
-        let large = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 8 * MIB, &stream));
-        });
+        let large = graph_of((rig, &allocator), &pool, 8 * MIB, &stream);
         assert_eq!(footprint(&allocator, &pool).physical, 8 * MIB as u64);
-        let scope = pool.enter(Scope::Thread).unwrap();
+        let _scope = pool.enter(Scope::Thread).unwrap();
         assert_ne!(used(rig, &allocator, 4 * MIB, &stream).ptr(), own);
         drop((graph, large));
         // No launch comes any more.
@@ -49,19 +41,13 @@ fn work_outside_gets_no_memory_that_a_launch_would_write() {
         let first = used(rig, &allocator, 4 * MIB, &stream);
         let second = used(rig, &allocator, 4 * MIB, &stream);
         assert!([first.ptr(), second.ptr()].contains(&at));
-        drop((first, second, scope, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_block_that_a_capture_recorded_is_a_graphs_from_then_on() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, reader] = rig.streams();
-        let scope = pool.enter(Scope::Thread).unwrap();
+    pooled(|rig, allocator, pool, [stream, reader]| {
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let block = used(rig, &allocator, 2 * MIB, &stream);
         let at = block.ptr();
         rig.settle(&stream);
@@ -84,19 +70,14 @@ fn a_block_that_a_capture_recorded_is_a_graphs_from_then_on() {
         unsafe { pool.retain(by_hand.raw()) }.unwrap();
         let third = used(rig, &allocator, 2 * MIB, &stream);
         assert!(third.ptr() != own && third.ptr() != at);
-        drop((third, by_hand, scope, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
 /// Nobody records a block's own stream on it: the free finds that it captures, and is put off until it does not.
 #[test]
 fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let scope = pool.enter(Scope::Thread).unwrap();
+    pooled(|rig, allocator, pool, [stream]| {
+        let _scope = pool.enter(Scope::Thread).unwrap();
         for by_another_thread in [false, true] {
             let block = used(rig, &allocator, 2 * MIB, &stream);
             let at = block.ptr();
@@ -119,8 +100,6 @@ fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
             drop((graph, others));
             rig.settle(&stream);
         }
-        drop((scope, pool));
-        rig.close(&allocator);
     });
 }
 
@@ -129,7 +108,7 @@ fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
 fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
     with_interludes(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
         let [stream, other] = rig.streams();
         let scope = pool.enter(Scope::Thread).unwrap();
@@ -160,8 +139,6 @@ fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
         assert_eq!(behind.ptr(), at);
         drop((beside, behind, scope));
         rig.settle(&other);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
@@ -170,7 +147,7 @@ fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
 fn memory_that_a_failed_plan_had_is_free_when_the_capture_has_ended() {
     with_interludes(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
         let scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&stream, MODE);
@@ -197,18 +174,16 @@ fn memory_that_a_failed_plan_had_is_free_when_the_capture_has_ended() {
         run(&next, &stream);
         drop((next, pool));
         rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_stream_is_not_retired_under_a_free_that_touches_it() {
     with_interludes(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let (pool, raw) = (allocator.graph_pool().unwrap(), RawStream::new(rig));
-        let scope = pool.enter(Scope::Thread).unwrap();
-        // SAFETY: the stream is alive until it is retired.
-        let at = unsafe { allocator.allocate_raw(2 * MIB, raw.raw()) }.unwrap();
+        let _scope = pool.enter(Scope::Thread).unwrap();
+        let at = allocator.raw_allocate(2 * MIB, raw.raw()).unwrap();
         let gone = Arc::new(AtomicBool::new(false));
         let (done, stream) = (Arc::clone(&gone), raw.raw() as usize);
         let (retiring, driver) = (allocator.clone(), rig.driver.clone());
@@ -240,32 +215,24 @@ fn a_stream_is_not_retired_under_a_free_that_touches_it() {
                 rounds += 1;
             }
         });
-        // SAFETY: nothing uses the block.
-        unsafe { allocator.free_raw(at) }.unwrap();
+        allocator.raw_free(at).unwrap();
         assert!(!interlude::is_due());
         wait_until("the stream is retired", || gone.load(Ordering::Acquire));
         std::mem::forget(raw);
         allocator.check().unwrap();
-        drop((scope, pool));
-        rig.close(&allocator);
     });
 }
 
 #[test]
 fn a_block_that_comes_back_forgets_streams_that_were_retired() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let raw = RawStream::new(rig);
-        let scope = pool.enter(Scope::Thread).unwrap();
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
-        // SAFETY: the stream is alive until it is retired.
-        unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
+        allocator.raw_record_stream(block.ptr(), raw.raw()).unwrap();
         let point = pool.checkpoint().unwrap();
         drop(block);
-        // SAFETY: as above.
-        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-        raw.destroy();
+        raw.retire(&allocator);
         rig.settle(&stream);
         allocator.trim(0).unwrap();
         drop(used(rig, &allocator, MIB, &stream));
@@ -279,24 +246,17 @@ fn a_block_that_comes_back_forgets_streams_that_were_retired() {
         }
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
         let raw = RawStream::new(rig);
-        // SAFETY: as above.
-        unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
+        allocator.raw_record_stream(block.ptr(), raw.raw()).unwrap();
         let graph = Graph::new(&rig.context).unwrap();
         // SAFETY: the graph is alive, and this thread's: the addresses stay.
         unsafe { pool.retain(graph.raw()) }.unwrap();
         let point = pool.checkpoint().unwrap();
         drop(block);
-        // SAFETY: as above.
-        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-        raw.destroy();
+        raw.retire(&allocator);
         rig.settle(&stream);
         // SAFETY: no block ceases.
         let restored = unsafe { pool.restore(&point) }.unwrap();
         assert_eq!(restored.revived.len(), 1);
-        drop(restored);
-        rig.settle(&stream);
-        drop((graph, scope, pool));
-        rig.close(&allocator);
     });
 }
 
@@ -317,31 +277,27 @@ fn a_handle_that_comes_again_is_another_stream() {
         let owner = rig.stream();
         let raw = RawStream::new(&rig);
         let by = if records { owner.raw() } else { raw.raw() };
-        // SAFETY: the streams are alive until they are retired.
-        unsafe {
-            let at = allocator.allocate_raw(2 * MIB, by).unwrap();
-            let held = rig.hold(&raw.borrowed());
-            rig.stamp(at, 2 * MIB, 1, &raw.borrowed());
-            if records {
-                allocator.record_use_raw(at, raw.raw()).unwrap();
-            } else {
-                allocator.free_raw(at).unwrap();
-            }
-            let handle = raw.raw();
-            allocator.retire_raw(handle).unwrap();
-            raw.destroy();
-            if records {
-                allocator.free_raw(at).unwrap();
-            }
-            let again = RawStream::new(&rig);
-            assert_eq!(again.raw(), handle);
-            let other = allocator.allocate_raw(2 * MIB, again.raw()).unwrap();
-            assert_ne!(other, at, "its kernel has not begun");
-            drop(held);
-            allocator.free_raw(other).unwrap();
-            allocator.retire_raw(again.raw()).unwrap();
-            again.destroy();
+        let at = allocator.raw_allocate(2 * MIB, by).unwrap();
+        let held = rig.hold(&raw.borrowed());
+        rig.stamp(at, 2 * MIB, 1, &raw.borrowed());
+        if records {
+            allocator.raw_record_use(at, raw.raw()).unwrap();
+        } else {
+            allocator.raw_free(at).unwrap();
         }
+        let handle = raw.raw();
+        allocator.raw_retire(handle).unwrap();
+        raw.destroy();
+        if records {
+            allocator.raw_free(at).unwrap();
+        }
+        let again = RawStream::new(&rig);
+        assert_eq!(again.raw(), handle);
+        let other = allocator.raw_allocate(2 * MIB, again.raw()).unwrap();
+        assert_ne!(other, at, "its kernel has not begun");
+        drop(held);
+        allocator.raw_free(other).unwrap();
+        again.retire(&allocator);
         owner.synchronize().unwrap();
         allocator.trim(0).unwrap();
     }
@@ -352,11 +308,8 @@ fn a_handle_that_comes_again_is_another_stream() {
 
 #[test]
 fn uses_that_were_recorded_as_over_keep_one_event_a_stream() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, reader] = rig.streams();
-        let scope = pool.enter(Scope::Thread).unwrap();
+    pooled(|rig, allocator, pool, [stream, reader]| {
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
         let records = rig.calls("cuEventRecord");
         block.record_use(&stream).unwrap();
@@ -378,56 +331,37 @@ fn uses_that_were_recorded_as_over_keep_one_event_a_stream() {
         let other = used(rig, &allocator, 2 * MIB, &stream);
         assert_ne!(other.ptr(), at, "the last use is not over");
         held.release();
-        rig.settle(&reader);
-        drop((other, scope));
-        rig.settle(&stream);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 /// A capture by a raw handle that nobody names again is over when the stream is retired.
 #[test]
 fn a_stream_that_is_retired_ends_what_is_known_of_its_capture() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let raw = RawStream::new(rig);
-        let mut output = None;
-        let one = capture(&pool, &stream, || {
-            output = Some(used(rig, &allocator, 2 * MIB, &stream));
-        });
-        let block = output.take().unwrap();
+        let (one, block) =
+            capture_output(&pool, &stream, || used(rig, &allocator, 2 * MIB, &stream));
         let borrowed = raw.borrowed();
         let under_way = Capturing::begin(&borrowed, MODE);
         let scope = pool.enter(Scope::When(Box::new(|_| false))).unwrap();
-        // SAFETY: the stream is alive until it is retired.
-        unsafe { allocator.record_stream_raw(block.ptr(), raw.raw()) }.unwrap();
+        allocator.raw_record_stream(block.ptr(), raw.raw()).unwrap();
         drop(block);
-        // SAFETY: as above.
-        let refused = unsafe { allocator.retire_raw(raw.raw()) }.unwrap_err();
-        assert!(matches!(refused, Error::Capturing { .. }), "{refused:?}");
+        let refused = allocator.raw_retire(raw.raw());
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         let two = under_way.end().unwrap();
         drop((one, two, scope));
         rig.settle(&stream);
-        // SAFETY: as above.
-        unsafe { allocator.retire_raw(raw.raw()) }.unwrap();
-        raw.destroy();
+        raw.retire(&allocator);
         await_leases(&allocator, &pool, 0);
         allocator.trim(0).unwrap();
         assert_eq!(footprint(&allocator, &pool).physical, 0);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
 /// What a recorded stream of the capture did is in the way of others until they are behind it.
 #[test]
 fn a_recorded_stream_of_the_capture_is_waited_for_by_order() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let pool = allocator.graph_pool().unwrap();
-        let [main, side] = rig.streams();
+    pooled(|rig, allocator, pool, [main, side]| {
         let graph = capture(&pool, &main, || {
             let block = used(rig, &allocator, 4 * MIB, &main);
             let at = block.ptr();
@@ -444,8 +378,6 @@ fn a_recorded_stream_of_the_capture_is_waited_for_by_order() {
         for _ in 0..16 {
             run(&graph, &main);
         }
-        drop((graph, pool));
-        rig.close(&allocator);
     });
 }
 
@@ -453,7 +385,7 @@ fn a_recorded_stream_of_the_capture_is_waited_for_by_order() {
 #[test]
 fn a_use_that_is_recorded_meanwhile_counts() {
     with_interludes(|rig| {
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
         let [stream, reader] = rig.streams();
         let scope = pool.enter(Scope::Thread).unwrap();
@@ -481,8 +413,6 @@ fn a_use_that_is_recorded_meanwhile_counts() {
         rig.settle(&reader);
         drop((next, scope));
         rig.settle(&stream);
-        drop(pool);
-        rig.close(&allocator);
     });
 }
 
@@ -491,20 +421,19 @@ fn a_use_that_is_recorded_meanwhile_counts() {
 #[test]
 fn blocks_are_freed_after_their_stream_is_gone() {
     packed(|rig| {
-        let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+        let allocator = rig.checked_with(Config::new().unretired_streams(true));
         let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
         let (owner, reader) = (RawStream::new(rig), RawStream::new(rig));
         let scope = pool.enter(Scope::Thread).unwrap();
-        // SAFETY: the stream is alive until it is destroyed below, where nothing is submitted any more.
-        let own = unsafe { allocator.allocate_raw(2 * MIB, owner.raw()) }.unwrap();
+        let own = allocator.raw_allocate(2 * MIB, owner.raw()).unwrap();
         let read = allocator.allocate(2 * MIB, &other).unwrap();
-        // SAFETY: as above.
-        unsafe { allocator.record_stream_raw(read.ptr(), reader.raw()) }.unwrap();
+        allocator
+            .raw_record_stream(read.ptr(), reader.raw())
+            .unwrap();
         assert_eq!(footprint(&allocator, &pool).blocks, 2);
         owner.destroy();
         reader.destroy();
-        // SAFETY: nothing uses the memory.
-        unsafe { allocator.free_raw(own) }.unwrap();
+        allocator.raw_free(own).unwrap();
         drop(read);
         assert_eq!(footprint(&allocator, &pool).blocks, 0);
         let next = [
@@ -519,7 +448,6 @@ fn blocks_are_freed_after_their_stream_is_gone() {
         allocator.trim(0).unwrap();
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
-        rig.close(&allocator);
     });
 }
 
@@ -528,22 +456,19 @@ fn blocks_are_freed_after_their_stream_is_gone() {
 #[test]
 fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
     packed(|rig| {
-        let allocator = rig.allocator_with(Config::new().unretired_streams(true));
+        let allocator = rig.checked_with(Config::new().unretired_streams(true));
         let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
         let own = RawStream::new(rig);
         let scope = pool.enter(Scope::Thread).unwrap();
-        // SAFETY: the stream is alive to the end.
-        let at = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        let at = allocator.raw_allocate(2 * MIB, own.raw()).unwrap();
         let stream = own.borrowed();
         rig.stamp(at, 2 * MIB, 1, &stream);
         rig.settle(&stream);
         let under_way = Capturing::begin(&stream, MODE);
-        // SAFETY: as above.
-        let inside = unsafe { allocator.allocate_raw(2 * MIB, own.raw()) }.unwrap();
+        let inside = allocator.raw_allocate(2 * MIB, own.raw()).unwrap();
         for ptr in [inside, at] {
             rig.stamp(ptr, 2 * MIB, 1, &stream);
-            // SAFETY: what uses it later is the graph, which frees in its capture allow.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
         }
         let graph = under_way.end().unwrap();
         rig.settle(&stream);
@@ -555,7 +480,6 @@ fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
         run(&graph, &stream);
         drop((graph, others, scope, pool));
         rig.settle(&other);
-        rig.close(&allocator);
     });
 }
 
@@ -563,13 +487,9 @@ fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
 /// other graphs of the pool live.
 #[test]
 fn memory_that_is_freed_in_captures_comes_back_with_their_graphs() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
-        let old = capture(&pool, &stream, || {
-            drop(used(rig, &allocator, 2 * MIB, &stream));
-        });
-        let scope = pool.enter(Scope::Thread).unwrap();
+    pooled(|rig, allocator, pool, [stream]| {
+        let _old = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
+        let _scope = pool.enter(Scope::Thread).unwrap();
         for _ in 0..12 {
             let block = used(rig, &allocator, 2 * MIB, &stream);
             rig.settle(&stream);
@@ -580,8 +500,5 @@ fn memory_that_is_freed_in_captures_comes_back_with_their_graphs() {
             rig.settle(&stream);
         }
         assert_eq!(footprint(&allocator, &pool).physical, 4 << 20);
-        drop((old, scope, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }

@@ -3,12 +3,10 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use cualloc::allocator::{Allocator, Block, Contents, Policy, Select};
-use cualloc::driver::sys::{CUresult, CUstreamCaptureMode};
-use cualloc::sim::{FailPlan, Simulator};
-use cualloc::{Config, Error};
+use cualloc::allocator::{Contents, Select};
+use cualloc::driver::sys::CUstreamCaptureMode;
 
-use crate::common::{Folder, MIB, RawStream, Rig, each_simulated, itself, only};
+use crate::common::prelude::*;
 use crate::{CALL, collect};
 
 /// The logger of this thread does something until this goes, also with a test that fails.
@@ -132,8 +130,7 @@ fn a_logger_may_free_when_a_finding_is_logged() {
     collect();
     each_simulated(|rig, _| {
         let config: Config = "debug=guard+quarantine:1M".parse().unwrap();
-        let allocator = rig.checked_with(config);
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(config);
         let [block, other] = [64, 1000].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
         // SAFETY: the guard is behind the block.
         unsafe { stream.memset(block.ptr() + 64, 7, 1) }.unwrap();

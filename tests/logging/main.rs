@@ -9,13 +9,10 @@ mod trial;
 use std::cell::{Cell, RefCell};
 use std::sync::Once;
 
-use common::*;
+use common::prelude::*;
 use cualloc::Tag;
-use cualloc::driver::sys;
 use cualloc::pool::{DriverPool, DriverPoolConfig, ThresholdPool};
 use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
-use cualloc::sim::FailPlan;
-use cualloc::{Config, Policy, Request};
 
 /// Gets the text of a line.
 type Call = Box<dyn FnMut(&str)>;
@@ -202,8 +199,7 @@ fn r13_recoverable_trouble_is_logged_rarely() {
     collect();
     each_simulated(|rig, sim| {
         const BLOCK: usize = 12 * MIB;
-        let allocator = rig.checked_limit(2 * BLOCK);
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_limit(2 * BLOCK);
         taken();
         // Requests that fail, and ones that succeed after making room.
         for _ in 0..500 {

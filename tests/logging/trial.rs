@@ -3,14 +3,10 @@
 use std::cell::Cell;
 
 use super::{collect, taken};
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Config, Policy, Request};
-use cualloc::driver::sys::{
-    CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CuFunctions,
-};
+use crate::common::prelude::*;
+use cualloc::driver::sys::{CUmemAllocationProp, CUmemGenericAllocationHandle, CuFunctions};
 use cualloc::driver::{DriverError, MemoryProperties};
-use cualloc::sim::{FailPlan, Leaks, SimConfig, Simulator};
+use cualloc::sim::Leaks;
 
 /// Every call that the trial of virtual memory can be refused in.
 const TRIED: [&str; 5] = [
@@ -37,8 +33,7 @@ const CODES: [CUresult; 6] = [
 /// A rig on a simulator of its own; on a GPU nothing is refused.
 fn simulated(policy: Policy, test: impl Fn(&Rig, &Simulator)) {
     collect();
-    only_on(policy, SimConfig::with_devices(1, 8 << 30), |rig| {
-        let Some(sim) = rig.sim() else { return };
+    only_simulated_on(policy, SimConfig::with_devices(1, 8 << 30), |rig, sim| {
         taken();
         test(rig, sim);
     });
@@ -151,8 +146,8 @@ fn refused_virtual_memory_is_an_error_where_it_is_asked_for() {
     let Some(sim) = rig.sim() else { return };
     refuse(sim, "cuMemMap", CODES[0]);
     let config = Config::new().peers([1]);
-    let error = Allocator::with_config(&rig.context, config).unwrap_err();
-    assert_matches!(error, Error::NotSupported { .. });
+    let refused = Allocator::with_config(&rig.context, config);
+    assert_matches!(refused, Err(Error::NotSupported { .. }));
 }
 
 /// A device that is full says nothing about virtual memory: packed, and the next allocator asks again.

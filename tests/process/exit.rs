@@ -1,13 +1,10 @@
 //! Things that take a process of their own: its exit, and the choice of the driver under test.
 
 use std::process::Output;
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Block, Config, Policy};
-use cualloc::driver::Stream;
-use cualloc::sim::{SimConfig, Simulator};
+use crate::common::prelude::*;
 
 const CASE: &str = "CUALLOC_TEST_CASE";
 

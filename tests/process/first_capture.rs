@@ -2,15 +2,10 @@
 //! program, and the other one runs it anew for itself.
 
 use std::cell::Cell;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::capturing::{MODE, begin, end};
-use crate::common::{MIB, RawStream, Rig, alone, assert_matches, interlude, itself, only};
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config, Policy, SelfTest};
-use cualloc::driver::{Stream, sys};
-use cualloc::sim::FailPlan;
+use crate::common::prelude::*;
+use cualloc::allocator::SelfTest;
 
 const BLOCK: usize = 12 * MIB;
 
@@ -58,67 +53,55 @@ fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
 /// asks its own stream and nothing else, and the capture does not notice. In a process of its own.
 #[test]
 fn the_watch_for_captures_ends_with_them() {
-    const NAME: &str = "first_capture::the_watch_for_captures_ends_with_them";
-    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
-        let child = itself(NAME).env("CUALLOC_TEST_CHILD", "1").status();
-        assert!(child.unwrap().success());
-        return;
-    }
-    only(Policy::Packed, |rig| {
-        let Some(sim) = rig.sim() else { return };
-        let allocator = rig.allocator();
-        let [a, b] = rig.streams();
-        let foreign = RawStream::new(rig);
-        let pairs = |count: usize| {
-            let calls = Arc::new(AtomicU64::new(0));
-            let counter = Arc::clone(&calls);
-            sim.before(move |_| {
-                counter.fetch_add(1, Ordering::Relaxed);
-            });
-            for _ in 0..count {
-                drop(allocator.allocate(4096, &a).unwrap());
-            }
-            sim.clear_hooks();
-            calls.load(Ordering::Relaxed)
-        };
-        drop(allocator.allocate(4096, &b).unwrap());
-        pairs(2);
-        assert_eq!(pairs(100), 0);
-        let held = allocator.allocate(4096, &b).unwrap();
-        let ptr = held.ptr();
-        // Through the crate.
-        b.begin_capture(MODE).unwrap();
-        let beside = pairs(100);
-        assert!((200..=210).contains(&beside), "{beside} calls");
-        let refused = allocator.allocate(4096, &b);
-        assert_matches!(refused, Err(Error::Capturing { .. }));
-        drop(held);
-        assert!(allocator.owns(ptr));
-        // A capture that was spoilt ends with an error.
-        drop(b.end_capture().unwrap());
-        allocator.trim(u64::MAX).unwrap();
-        assert!(!allocator.owns(ptr));
-        // A trim takes the free pages out of the stream caches, and a stream that finds none in its cache is asked.
-        assert_eq!(pairs(1), 1);
-        assert_eq!(pairs(100), 0);
-        // One that was refused.
-        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        sim.fail(FailPlan::call("cuStreamBeginCapture_v2", code).unwrap());
-        b.begin_capture(MODE).unwrap_err();
-        assert_eq!(pairs(100), 0);
-        // Behind its back: of a stream that the crate may ask, and of one that it may not.
-        for (stream, most) in [(b.raw(), 64), (foreign.raw(), 64 * 64)] {
-            begin(rig, stream)();
-            // SAFETY: the stream is alive.
-            let refused = unsafe { allocator.allocate_raw(MIB, stream) };
-            assert_matches!(refused, Err(Error::Capturing { .. }));
-            assert!(pairs(8) >= 16);
-            assert_eq!(end(rig, stream)(), sys::CUresult::CUDA_SUCCESS);
-            pairs(most);
+    alone(|| {
+        only(Policy::Packed, |rig| {
+            let Some(sim) = rig.sim() else { return };
+            let allocator = rig.allocator();
+            let [a, b] = rig.streams();
+            let foreign = RawStream::new(rig);
+            let pairs = |count: usize| {
+                calls_of(sim, || {
+                    (0..count).for_each(|_| drop(allocator.allocate(4096, &a).unwrap()));
+                })
+            };
+            drop(allocator.allocate(4096, &b).unwrap());
+            pairs(2);
             assert_eq!(pairs(100), 0);
-        }
-        rig.close(&allocator);
-        foreign.destroy();
+            let held = allocator.allocate(4096, &b).unwrap();
+            let ptr = held.ptr();
+            // Through the crate.
+            b.begin_capture(MODE).unwrap();
+            let beside = pairs(100);
+            assert!((200..=210).contains(&beside), "{beside} calls");
+            let refused = allocator.allocate(4096, &b);
+            assert_matches!(refused, Err(Error::Capturing { .. }));
+            drop(held);
+            assert!(allocator.owns(ptr));
+            // A capture that was spoilt ends with an error.
+            drop(b.end_capture().unwrap());
+            allocator.trim(u64::MAX).unwrap();
+            assert!(!allocator.owns(ptr));
+            // A trim takes the free pages out of the stream caches, and a stream that finds none in its cache is asked.
+            assert_eq!(pairs(1), 1);
+            assert_eq!(pairs(100), 0);
+            // One that was refused.
+            let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+            sim.fail(FailPlan::call("cuStreamBeginCapture_v2", code).unwrap());
+            b.begin_capture(MODE).unwrap_err();
+            assert_eq!(pairs(100), 0);
+            // Behind its back: of a stream that the crate may ask, and of one that it may not.
+            for (stream, most) in [(b.raw(), 64), (foreign.raw(), 64 * 64)] {
+                begin(rig, stream)();
+                let refused = allocator.raw_allocate(MIB, stream);
+                assert_matches!(refused, Err(Error::Capturing { .. }));
+                assert!(pairs(8) >= 16);
+                assert_eq!(end(rig, stream)(), sys::CUresult::CUDA_SUCCESS);
+                pairs(most);
+                assert_eq!(pairs(100), 0);
+            }
+            rig.close(&allocator);
+            foreign.destroy();
+        });
     });
 }
 
@@ -127,26 +110,22 @@ fn the_watch_for_captures_ends_with_them() {
 /// its own.
 #[test]
 fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
-    const NAME: &str = "first_capture::d4_a_first_capture_that_meets_a_question_costs_nobody_else";
-    if std::env::var_os("CUALLOC_TEST_CHILD").is_none() {
-        let child = itself(NAME).env("CUALLOC_TEST_CHILD", "1").status();
-        assert!(child.unwrap().success());
-        return;
-    }
-    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
-        return;
-    };
-    let (allocator, [a, b]) = rig.scene();
-    let ptr = left_unmarked(&allocator, &a, &b);
-    interlude::before("cuStreamQuery", begin(&rig, a.raw()));
-    let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
-    assert!(!interlude::is_due());
-    assert_ne!(elsewhere.ptr(), ptr);
-    let spoilt = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-    assert_eq!(end(&rig, a.raw())(), spoilt);
-    let taken = allocator.allocate(BLOCK, &b).unwrap();
-    assert_eq!(taken.ptr(), ptr);
-    assert_eq!(allocator.stats().reclaim.synchronised, 0);
+    alone(|| {
+        let Some(rig) = Rig::with_interludes(Policy::Packed) else {
+            return;
+        };
+        let (allocator, [a, b]) = rig.scene();
+        let ptr = left_unmarked(&allocator, &a, &b);
+        interlude::before("cuStreamQuery", begin(&rig, a.raw()));
+        let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
+        assert!(!interlude::is_due());
+        assert_ne!(elsewhere.ptr(), ptr);
+        let spoilt = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        assert_eq!(end(&rig, a.raw())(), spoilt);
+        let taken = allocator.allocate(BLOCK, &b).unwrap();
+        assert_eq!(taken.ptr(), ptr);
+        assert_eq!(allocator.stats().reclaim.synchronised, 0);
+    });
 }
 
 /// A request that only a view can serve within its means; the test of the device comes before it. Whether it passed,
@@ -155,9 +134,7 @@ fn first_view(rig: &Rig, config: Config) -> (SelfTest, u64) {
     let allocator = rig.allocator_with(config);
     let [stream, other] = rig.streams();
     drop(allocator.allocate(MIB, &other).unwrap());
-    let mut kept: Vec<Block> = (0..41)
-        .map(|_| allocator.allocate(2 * MIB, &stream).unwrap())
-        .collect();
+    let mut kept: Vec<Block> = allocator.allocate_blocks(41, 2 * MIB, &stream);
     (0..20).for_each(|at| drop(kept.remove(at + 1)));
     allocator.synchronize().unwrap();
     let queries = rig.calls("cuStreamQuery");

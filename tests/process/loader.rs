@@ -1,11 +1,11 @@
 //! Loading the driver: the real loader, on libraries compiled for the purpose.
 
-use crate::common::{Fake, Folder, assert_matches, chain, compiler, itself};
+use crate::common::*;
 use cualloc::driver::{Context, Driver, Feature, LoadError, Stream, Symbol, sys};
 use std::env;
 use std::error::Error;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Output, abort};
 use std::sync::Mutex;
 use std::thread;
@@ -13,22 +13,12 @@ use std::thread;
 const CASE: &str = "CUALLOC_LOADER_CASE";
 const OVERRIDE: &str = "CUALLOC_DRIVER";
 
-/// A driver as a library in a folder of its own, unless there is no compiler.
-fn library(name: &str, fake: Fake<'_>) -> Option<(Folder, PathBuf)> {
-    let compiler = compiler()?;
-    let folder = Folder::new(name);
-    let path = folder.file("driver.so");
-    fake.build(&compiler, &path);
-    Some((folder, path))
-}
-
 #[test]
 fn complete_driver_opens() {
-    let Some((_folder, path)) = library("complete", Fake::default()) else {
+    let Some((_folder, path)) = library(Fake::default()) else {
         return;
     };
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let driver = unsafe { Driver::open(&path) }.unwrap();
+    let driver = open(&path).unwrap();
     assert_eq!(driver.version(), 13000);
     assert_eq!(driver.library(), path.to_str());
     for feature in Feature::ALL {
@@ -38,8 +28,7 @@ fn complete_driver_opens() {
     assert!(!driver.is_lost());
     assert!(!driver.is_forked_child());
     // Opened again, it is another driver with counters of its own.
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let again = unsafe { Driver::open(&path) }.unwrap();
+    let again = open(&path).unwrap();
     assert_eq!(again.calls().get("cuDeviceGetCount"), 0);
     assert_eq!(driver.calls().get("cuDeviceGetCount"), 1);
 }
@@ -47,13 +36,7 @@ fn complete_driver_opens() {
 /// S3.34: a driver that has dropped everything optional is still a driver.
 #[test]
 fn s3_34_loads_without_any_optional_symbol() {
-    let Some((_folder, path)) = library(
-        "optional",
-        Fake {
-            without: |symbol| symbol.feature().is_some(),
-            ..Default::default()
-        },
-    ) else {
+    let Some((_folder, path)) = library(Fake::without(|symbol| symbol.feature().is_some())) else {
         return;
     };
     // What came after the oldest driver is never required.
@@ -71,8 +54,7 @@ fn s3_34_loads_without_any_optional_symbol() {
             "{young}"
         );
     }
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let driver = unsafe { Driver::open(&path) }.unwrap();
+    let driver = open(&path).unwrap();
     for feature in Feature::ALL {
         assert!(!driver.has(*feature), "{feature:?}");
     }
@@ -99,17 +81,11 @@ fn s3_34_loads_without_any_optional_symbol() {
 /// S3.14: each optional function that is missing alone disables its group and no other.
 #[test]
 fn missing_optional_symbol_disables_its_feature_only() {
-    let Some((_folder, path)) = library(
-        "group",
-        Fake {
-            without: |symbol| symbol.name() == "cuMemUnmap",
-            ..Default::default()
-        },
-    ) else {
+    let Some((_folder, path)) = library(Fake::without(|symbol| symbol.name() == "cuMemUnmap"))
+    else {
         return;
     };
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let driver = unsafe { Driver::open(&path) }.unwrap();
+    let driver = open(&path).unwrap();
     for feature in Feature::ALL {
         assert_eq!(
             driver.has(*feature),
@@ -122,17 +98,11 @@ fn missing_optional_symbol_disables_its_feature_only() {
 /// S3.13, S3.36: the name of the missing symbol, and the loader's own words.
 #[test]
 fn s3_13_s3_36_missing_required_symbol_is_named() {
-    let Some((_folder, path)) = library(
-        "required",
-        Fake {
-            without: |symbol| symbol.name() == "cuEventQuery",
-            ..Default::default()
-        },
-    ) else {
+    let Some((_folder, path)) = library(Fake::without(|symbol| symbol.name() == "cuEventQuery"))
+    else {
         return;
     };
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let error = unsafe { Driver::open(&path) }.unwrap_err();
+    let error = open(&path).unwrap_err();
     let text = chain(&error);
     match error {
         LoadError::SymbolMissing { name, library, .. } => {
@@ -147,17 +117,10 @@ fn s3_13_s3_36_missing_required_symbol_is_named() {
 /// R72: the toolkit's library for linking is told from a driver.
 #[test]
 fn r72_stub_library_is_told() {
-    let Some((_folder, path)) = library(
-        "stub",
-        Fake {
-            defines: &["INIT=34"],
-            ..Default::default()
-        },
-    ) else {
+    let Some((_folder, path)) = library(Fake::defining(&["INIT=34"])) else {
         return;
     };
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    match unsafe { Driver::open(&path) }.unwrap_err() {
+    match open(&path).unwrap_err() {
         LoadError::StubLibrary { library } => assert_eq!(Some(library.as_str()), path.to_str()),
         other => panic!("{other:?}"),
     }
@@ -178,8 +141,7 @@ fn old_driver_is_too_old() {
             without,
         };
         fake.build(&cc, &path);
-        // SAFETY: the fake library behaves as a driver, as far as it is one.
-        let error = unsafe { Driver::open(&path) }.unwrap_err();
+        let error = open(&path).unwrap_err();
         assert!(error.to_string().contains("CUDA 10.0"), "{error}");
         match error {
             LoadError::TooOld { have, need } => assert_eq!((have, need), (10000, 10010)),
@@ -207,8 +169,7 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
         (folder.path(), "cannot"),
     ];
     for (path, words) in cases {
-        // SAFETY: the fake library behaves as a driver, as far as it is one.
-        let error = unsafe { Driver::open(path) }.unwrap_err();
+        let error = open(path).unwrap_err();
         assert!(chain(&error).contains(words), "{}", chain(&error));
         assert!(error.to_string().contains(words), "{error}");
         let mut last: &dyn Error = &error;
@@ -224,8 +185,7 @@ fn s3_13_s3_36_broken_paths_keep_the_loaders_words() {
             other => panic!("{other:?}"),
         }
     }
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let error = unsafe { Driver::open(Path::new("with\0zero")) }.unwrap_err();
+    let error = open(Path::new("with\0zero")).unwrap_err();
     assert_matches!(error, LoadError::NotFound { .. });
 }
 
@@ -253,6 +213,13 @@ fn child(case: &str, environment: &[(&str, &Path)]) -> Output {
     output
 }
 
+/// [`child`] with a driver of the test's own, if there is a compiler.
+fn child_with(case: &str, fake: Fake<'_>) {
+    if let Some((_folder, path)) = library(fake) {
+        child(case, &[(OVERRIDE, &path)]);
+    }
+}
+
 #[test]
 fn child_entry() {
     let Ok(case) = env::var(CASE) else { return };
@@ -276,10 +243,7 @@ fn child_entry() {
 
 #[test]
 fn override_is_taken() {
-    let Some((_folder, path)) = library("override", Fake::default()) else {
-        return;
-    };
-    child("override", &[(OVERRIDE, &path)]);
+    child_with("override", Fake::default());
 }
 
 fn case_override() {
@@ -360,16 +324,8 @@ fn case_default() {
 /// S3.35: a failed initialisation is not remembered.
 #[test]
 fn s3_35_failed_init_is_tried_again() {
-    let Some((_folder, path)) = library(
-        "retry-init",
-        Fake {
-            defines: &["INIT=(initialisations == 0 ? 100 : 0)"],
-            ..Default::default()
-        },
-    ) else {
-        return;
-    };
-    child("retry-init", &[(OVERRIDE, &path)]);
+    let fake = Fake::defining(&["INIT=(initialisations == 0 ? 100 : 0)"]);
+    child_with("retry-init", fake);
 }
 
 fn case_retry_init() {
@@ -401,10 +357,7 @@ fn case_retry_open() {
 /// S3.12
 #[test]
 fn threads_load_once() {
-    let Some((_folder, path)) = library("threads", Fake::default()) else {
-        return;
-    };
-    child("threads", &[(OVERRIDE, &path)]);
+    child_with("threads", Fake::default());
 }
 
 fn case_threads() {
@@ -422,10 +375,7 @@ fn case_threads() {
 /// with a code of its own.
 #[test]
 fn forked_child_makes_no_call() {
-    let Some((_folder, path)) = library("fork", Fake::default()) else {
-        return;
-    };
-    child("fork", &[(OVERRIDE, &path)]);
+    child_with("fork", Fake::default());
 }
 
 unsafe extern "C" {
@@ -475,10 +425,7 @@ fn case_fork() {
 /// a code of its own.
 #[test]
 fn r71_drops_at_exit_make_no_call() {
-    let Some((_folder, path)) = library("exit", Fake::default()) else {
-        return;
-    };
-    child("exit", &[(OVERRIDE, &path)]);
+    child_with("exit", Fake::default());
 }
 
 static KEPT: Mutex<Vec<Box<dyn Send>>> = Mutex::new(Vec::new());
@@ -491,8 +438,7 @@ fn case_exit() {
     // Registered before the library's handler, so it runs after it.
     // SAFETY: the handler is a function of this program.
     assert_eq!(unsafe { atexit(drop_kept) }, 0);
-    // SAFETY: the fake library behaves as a driver, as far as it is one.
-    let driver = unsafe { Driver::open(env::var(OVERRIDE).unwrap()) }.unwrap();
+    let driver = open(env::var(OVERRIDE).unwrap()).unwrap();
     let context = driver.context(0).unwrap();
     let event = context.enter().unwrap().create_event().unwrap();
     let stream = Stream::new(&context).unwrap();

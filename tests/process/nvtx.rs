@@ -1,11 +1,7 @@
 //! Tools that NVTX attaches: a library of ours writes down each call with all of its fields.
 
-use crate::common::{Folder, compile, compiler, itself};
-use cualloc::allocator::{Config, Policy, Request};
-use cualloc::driver::Stream;
+use crate::common::prelude::*;
 use cualloc::record::Context;
-use cualloc::sim::{SimConfig, Simulator};
-use cualloc::{Allocator, Error};
 use std::ffi::OsString;
 
 const CASE: &str = "CUALLOC_TEST_CASE";
@@ -13,7 +9,7 @@ const TOOL: &str = "NVTX_INJECTION64_PATH";
 const MIB: usize = 1 << 20;
 
 /// What a tool with some definitions was told, and what the program said, in their order; `None` without a compiler.
-fn told(test: &str, case: &str, defines: &[&str]) -> Option<Vec<String>> {
+fn told(case: &str, defines: &[&str]) -> Option<Vec<String>> {
     let compiler = compiler()?;
     let folder = Folder::new(&format!("nvtx-{case}"));
     let (source, library) = (folder.file("tool.c"), folder.file("tool.so"));
@@ -23,7 +19,8 @@ fn told(test: &str, case: &str, defines: &[&str]) -> Option<Vec<String>> {
     arguments.extend([library.clone().into(), source.into()]);
     arguments.extend(defines.iter().map(|define| format!("-D{define}").into()));
     compile(&compiler, &arguments).unwrap();
-    let mut command = itself(test);
+    let thread = std::thread::current();
+    let mut command = itself(thread.name().expect("tests run on threads of their names"));
     command.env(CASE, case).env(TOOL, &library);
     let output = command.env_remove("CUALLOC_CONFIG").output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -61,19 +58,9 @@ fn on_simulator(settings: &str, work: impl FnOnce(&Allocator, &Stream)) {
 
 /// Tells apart what the tool was told and what the program expected.
 fn agree(lines: &[String], prefix: &str) {
-    let told: Vec<&str> = lines
-        .iter()
-        .filter_map(|line| line.strip_prefix("NVTX "))
-        .collect();
-    let expected: Vec<&str> = lines
-        .iter()
-        .filter_map(|line| line.strip_prefix("SAYS "))
-        .collect();
-    let told: Vec<&str> = told
-        .into_iter()
-        .filter(|line| !line.starts_with(prefix))
-        .collect();
-    assert_eq!(told, expected);
+    let of = |by: &'static str| lines.iter().filter_map(move |line| line.strip_prefix(by));
+    let told = of("NVTX ").filter(|line| !line.starts_with(prefix));
+    assert!(told.eq(of("SAYS ")), "{lines:#?}");
 }
 
 #[test]
@@ -134,8 +121,7 @@ fn a_tool_is_told_of_heaps_blocks_and_names() {
             says("heap-gone 1".into());
         });
     }
-    let test = "nvtx::a_tool_is_told_of_heaps_blocks_and_names";
-    let Some(lines) = told(test, "memory", &[]) else {
+    let Some(lines) = told("memory", &[]) else {
         return;
     };
     // Waits depend on what the simulator has finished by itself.
@@ -171,8 +157,7 @@ fn a_tool_without_domains_is_told_of_memory_in_none() {
             says("heap-gone 1".into());
         });
     }
-    let test = "nvtx::a_tool_without_domains_is_told_of_memory_in_none";
-    if let Some(lines) = told(test, "no-domains", &["WITHOUT_DOMAINS"]) {
+    if let Some(lines) = told("no-domains", &["WITHOUT_DOMAINS"]) {
         agree(&lines, "-");
     }
 }
@@ -187,8 +172,7 @@ fn a_tool_without_memory_sees_slow_paths_of_any_policy() {
             allocator.trim(0).unwrap();
         });
     }
-    let test = "nvtx::a_tool_without_memory_sees_slow_paths_of_any_policy";
-    let Some(lines) = told(test, "no-memory", &["WITHOUT_MEMORY"]) else {
+    let Some(lines) = told("no-memory", &["WITHOUT_MEMORY"]) else {
         return;
     };
     let of = |start: &str| lines.iter().filter(|line| line.starts_with(start)).count();
@@ -214,12 +198,11 @@ fn no_tool_is_loaded_that_was_not_asked_for() {
             drop(allocator.allocate(MIB, stream).unwrap());
         });
     }
-    let test = "nvtx::no_tool_is_loaded_that_was_not_asked_for";
-    let Some(lines) = told(test, "off", &[]) else {
+    let Some(lines) = told("off", &[]) else {
         return;
     };
     assert_eq!(lines, [""; 0]);
-    let lines = told(test, "packed", &[]).unwrap_or_default();
+    let lines = told("packed", &[]).unwrap_or_default();
     let about_memory = |line: &&String| !line.contains("push") && !line.contains("pop");
     let about_memory: Vec<_> = lines.iter().filter(about_memory).collect();
     assert_eq!(

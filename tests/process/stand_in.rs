@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::common::{Fake, Folder, chain, compiler, itself};
+use crate::common::{Fake, chain, itself, library};
 use cualloc::driver::{Driver, LoadError};
 
 const CASE: &str = "CUALLOC_TEST_CASE";
@@ -61,19 +61,14 @@ fn a_simulator_stands_in_for_a_driver_that_is_not_there() {
 
 #[test]
 fn a_simulator_stands_in_for_a_driver_without_devices_and_for_none_that_fails() {
-    let Some(cc) = compiler() else { return };
     for (define, expected) in [
         ("INIT=100", "SEEN a simulator"),
         ("INIT=0", "SEEN the library"),
         ("INIT=999", "CUDA_ERROR_UNKNOWN"),
     ] {
-        let folder = Folder::new(&format!("stand-in-{}", &define[5..]));
-        let path = folder.file("driver.so");
-        let fake = Fake {
-            defines: &[define],
-            ..Default::default()
+        let Some((_folder, path)) = library(Fake::defining(&[define])) else {
+            return;
         };
-        fake.build(&cc, &path);
         let seen = seen_with(&path);
         assert!(seen.contains(expected), "{define}: {seen}");
     }

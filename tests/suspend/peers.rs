@@ -1,8 +1,7 @@
 //! Another device, with access to the memory: it has that again for every mapping that came back, at home and in views.
 
 use super::support::*;
-use cualloc::driver::{Context, Device, Function, KernelParam, Module};
-use cualloc::sim::SimConfig;
+use cualloc::driver::{Device, Function, KernelParam, Module};
 
 /// The second device of a rig, whose kernels read the memory of the first.
 struct Peer<'a> {
@@ -115,7 +114,6 @@ fn peers_have_access_again() {
             access();
             world.assert_intact(rig);
         }
-        world.close(rig, false);
     });
 }
 
@@ -130,9 +128,7 @@ fn a_peer_reads_whatever_was_mapped_last() {
         allocator.set_limit(None);
         let pool = allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::Thread).unwrap();
-        let mut inside: Vec<Block> = (0..5)
-            .map(|_| allocator.allocate(2 * MIB, stream).unwrap())
-            .collect();
+        let mut inside: Vec<Block> = allocator.allocate_blocks(5, 2 * MIB, stream);
         // Two handles that lie apart are one block in a view of the pool.
         drop((inside.remove(3), inside.remove(1)));
         stream.synchronize().unwrap();
@@ -164,6 +160,5 @@ fn a_peer_reads_whatever_was_mapped_last() {
         }
         drop((grown, inside, pool));
         rig.settle(stream);
-        world.close(rig, false);
     });
 }

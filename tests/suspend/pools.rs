@@ -4,21 +4,17 @@ use super::support::*;
 use cualloc::Tag;
 use cualloc::allocator::{Segment, SegmentHook};
 use cualloc::error::{Cause, GraphPoolError};
-use std::sync::{Arc, Mutex};
 
 /// A graph that writes a word over its input, through memory of its own, into its output; and the output.
 fn program(rig: &Rig, allocator: &Allocator, pool: &GraphPool, stream: &Stream) -> (Graph, Block) {
-    let mut output = None;
-    let graph = capture(pool, stream, || {
+    capture_output(pool, stream, || {
         let inner = allocator.allocate(6 * MIB, stream).unwrap();
         rig.stamp(inner.ptr(), 6 * MIB, 77, stream);
         let out = allocator.allocate(2 * MIB, stream).unwrap();
         // SAFETY: both blocks are live, and the copy is captured.
         unsafe { stream.memcpy(out.ptr(), inner.ptr(), 2 * MIB) }.unwrap();
-        drop(inner);
-        output = Some(out);
-    });
-    (graph, output.unwrap())
+        out
+    })
 }
 
 fn launch(exec: &mut GraphExec, stream: &Stream) {
@@ -30,9 +26,7 @@ fn launch(exec: &mut GraphExec, stream: &Stream) {
 /// N13 as far as it goes here: launches after waking give what launches before gave.
 #[test]
 fn graphs_run_after_waking_as_before() {
-    packed(|rig| {
-        let allocator = rig.checked();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let (graph, output) = program(rig, &allocator, &pool, &stream);
         let mut exec = graph.instantiate().unwrap();
         launch(&mut exec, &stream);
@@ -40,15 +34,14 @@ fn graphs_run_after_waking_as_before() {
         for contents in [Contents::Pinned, Contents::Host, Contents::Drop] {
             let done = try_suspend(&allocator, Select::Pool(&pool), contents).unwrap();
             assert_eq!(done.bytes, physical);
-            assert_held(rig, eager);
+            rig.assert_held(eager);
             let kept = if contents == Contents::Drop {
                 0
             } else {
                 2 * MIB
             };
             assert_eq!(done.kept, kept as u64, "live bytes alone");
-            let refused = pool.launching().unwrap_err();
-            assert_matches!(refused, Error::Suspended);
+            assert_matches!(pool.launching(), Err(Error::Suspended));
             assert_eq!(pool.footprint().unwrap().physical, 0);
             allocator.resume(Select::Pool(&pool)).unwrap();
             pool.launching().unwrap();
@@ -67,9 +60,7 @@ fn graphs_run_after_waking_as_before() {
 
 #[test]
 fn other_memory_serves_while_a_pool_is_suspended() {
-    packed(|rig| {
-        let allocator = rig.checked();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    pooled(|rig, allocator, pool, [stream]| {
         let scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let inside = allocator.allocate(4 * MIB, &stream).unwrap();
         let freed = allocator.allocate(4 * MIB, &stream).unwrap();
@@ -78,10 +69,9 @@ fn other_memory_serves_while_a_pool_is_suspended() {
         let other = rig.stream();
         let eager = allocator.allocate(4 * MIB, &other).unwrap();
         rig.stamp(eager.ptr(), 4 * MIB, 6, &other);
-        let refused = allocator.allocate(4 * MIB, &stream).unwrap_err();
-        assert_matches!(refused, Error::Suspended);
-        let refused = try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap_err();
-        assert_matches!(refused, Error::Suspended);
+        assert_matches!(allocator.allocate(4 * MIB, &stream), Err(Error::Suspended));
+        let refused = try_suspend(&allocator, Select::Pool(&pool), Contents::Drop);
+        assert_matches!(refused, Err(Error::Suspended));
         // Neither a free nor a trim touches what is away.
         drop(freed);
         allocator.trim(0).unwrap();
@@ -100,7 +90,7 @@ fn other_memory_serves_while_a_pool_is_suspended() {
 #[test]
 fn tags_say_what_is_suspended_and_what_is_kept() {
     packed(|rig| {
-        let (allocator, stream) = (rig.checked(), rig.stream());
+        let (allocator, [stream]) = rig.scene();
         let tags = ["weights", "cache", "cache"];
         let pools = tags.map(|tag| allocator.graph_pool_for(tag).unwrap());
         let blocks = pools.each_ref().map(|pool| {
@@ -116,7 +106,7 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
         // The rest.
         let done = try_suspend(&allocator, Select::Allocator, keep()).unwrap();
         assert_eq!((done.bytes, done.kept), (4 * MIB as u64, 4 * MIB as u64));
-        assert_held(rig, 0);
+        rig.assert_held(0);
         let weights = Select::Tag(Tag::new("weights"));
         allocator.resume(weights).unwrap();
         assert_eq!(rig.mismatches(blocks[0].ptr(), 4 * MIB, 9, &stream), 0);
@@ -126,10 +116,12 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
         assert!(!is_suspended(&allocator));
         rig.stamp(blocks[2].ptr(), 4 * MIB, 3, &stream);
         let unknown = Select::Tag(Tag::new("catch"));
-        match try_suspend(&allocator, unknown, Contents::Drop) {
-            Err(Error::GraphPool(GraphPoolError::UnknownTag { tag: "catch" })) => {}
-            other => panic!("{other:?}"),
-        }
+        assert_matches!(
+            try_suspend(&allocator, unknown, Contents::Drop),
+            Err(Error::GraphPool(GraphPoolError::UnknownTag {
+                tag: "catch"
+            }))
+        );
         drop(blocks);
         drop(pools);
         rig.settle(&stream);
@@ -144,10 +136,8 @@ fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
         let scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&stream, MODE);
         let block = allocator.allocate(12 * MIB, &stream).unwrap();
-        match try_suspend(&allocator, Select::Pool(&pool), Contents::Drop) {
-            Err(Error::Capturing { .. }) => {}
-            other => panic!("{other:?}"),
-        }
+        let refused = try_suspend(&allocator, Select::Pool(&pool), Contents::Drop);
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         let graph = under_way.end().unwrap();
         scope.leave().unwrap();
         try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
@@ -189,9 +179,7 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
 /// What is away of a pool is for `resume` alone, also when its last block was dropped meanwhile.
 #[test]
 fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
-    packed(|rig| {
-        let (allocator, stream) = (rig.checked(), rig.stream());
-        let pool = allocator.graph_pool().unwrap();
+    pooled(|rig, allocator, pool, [stream]| {
         let scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let block = allocator.allocate(4 * MIB, &stream).unwrap();
         let physical = pool.footprint().unwrap().physical;
@@ -219,7 +207,7 @@ fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
 fn a_pool_that_nobody_can_use_is_not_brought_back() {
     packed(|rig| {
         for all in [false, true] {
-            let (allocator, stream) = (rig.checked(), rig.stream());
+            let (allocator, [stream]) = rig.scene();
             let pool = allocator.graph_pool().unwrap();
             let (graph, output) = program(rig, &allocator, &pool, &stream);
             let select = match all {
@@ -240,7 +228,7 @@ fn a_pool_that_nobody_can_use_is_not_brought_back() {
             allocator.trim(0).unwrap();
             let host = rig.maybe_sim().map(|sim| sim.leaks().host);
             assert!(host.is_none_or(|bytes| bytes == 0));
-            assert_held(rig, 0);
+            rig.assert_held(0);
         }
     });
 }
@@ -248,9 +236,7 @@ fn a_pool_that_nobody_can_use_is_not_brought_back() {
 /// What is away of a released pool is given up by any call that looks; the books know that nothing is mapped.
 #[test]
 fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
-    packed(|rig| {
-        let (allocator, stream) = (rig.checked(), rig.stream());
-        let pool = allocator.graph_pool().unwrap();
+    pooled(|rig, allocator, pool, [stream]| {
         let scope = pool.enter(Scope::Thread).unwrap();
         drop(allocator.allocate(MIB, &stream).unwrap());
         scope.leave().unwrap();
@@ -264,7 +250,7 @@ fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
         );
         allocator.check().unwrap();
         resume(&allocator);
-        assert_held(rig, 0);
+        rig.assert_held(0);
         rig.settle(&stream);
     });
 }
@@ -281,10 +267,7 @@ fn a_pool_of_another_allocator_is_refused() {
             allocators[0].is_suspended(foreign).map(drop),
         ];
         for error in errors {
-            match error {
-                Err(Error::GraphPool(GraphPoolError::ForeignPool)) => {}
-                other => panic!("{other:?}"),
-            }
+            assert_matches!(error, Err(Error::GraphPool(GraphPoolError::ForeignPool)));
         }
         drop(pools);
         allocators.iter().for_each(|a| rig.close(a));
@@ -328,7 +311,7 @@ fn a_pool_counts_until_it_is_away() {
 #[test]
 fn memory_that_a_pool_gave_back_keeps_no_number() {
     packed(|rig| {
-        let (allocator, stream) = (rig.checked(), rig.stream());
+        let (allocator, [stream]) = rig.scene();
         let heard = Arc::<Mutex<Vec<Segment>>>::default();
         let told = heard.clone();
         let hook = SegmentHook::new("test", move |_, segments| {

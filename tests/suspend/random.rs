@@ -7,8 +7,6 @@ use super::support::*;
 use crate::common::rng::Rng;
 use cualloc::Tag;
 use cualloc::allocator::SegmentHook;
-use cualloc::driver::sys::CUresult;
-use cualloc::sim::{FailPlan, Mode, SimConfig};
 
 /// How many programs a run has; the full checks set more.
 const PROGRAMS: &str = "CUALLOC_SUSPEND_PROGRAMS";
@@ -438,9 +436,7 @@ fn program(seed: u64, seen: &mut Seen) {
             loses,
             ..
         } = program;
-        if let Some(sim) = rig.maybe_sim() {
-            sim.set_mode(Mode::Instant);
-        }
+        rig.set_mode(Mode::Instant);
         drop(graphs);
         pools.iter().for_each(await_graphs);
         drop((held, pools));

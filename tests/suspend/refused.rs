@@ -3,8 +3,7 @@
 use super::support::*;
 
 fn is_suspended_error<T: std::fmt::Debug>(result: Result<T, Error>) {
-    let error = result.unwrap_err();
-    assert_matches!(error, Error::Suspended);
+    assert_matches!(result, Err(Error::Suspended));
 }
 
 #[test]
@@ -21,8 +20,7 @@ fn no_request_gets_suspended_memory() {
         for bytes in [512, 4096, 100_000, 3 * MIB, 40 * MIB] {
             is_suspended_error(allocator.allocate(bytes, stream));
             is_suspended_error(allocator.allocate(bytes, &other));
-            // SAFETY: the stream is alive.
-            is_suspended_error(unsafe { allocator.allocate_raw(bytes, stream.raw()) });
+            is_suspended_error(allocator.raw_allocate(bytes, stream.raw()));
         }
         is_suspended_error(allocator.trim(0));
         is_suspended_error(allocator.empty_cache());
@@ -31,14 +29,13 @@ fn no_request_gets_suspended_memory() {
         is_suspended_error(allocator.segments_of(ptr, 512));
         is_suspended_error(try_suspend(allocator, Select::Allocator, Contents::Drop));
         allocator.synchronize().unwrap();
-        assert_held(rig, 0);
+        rig.assert_held(0);
         resume(allocator);
-        let again = allocator.resume(Select::Allocator).unwrap_err();
-        assert_matches!(again, Error::NotSuspended);
+        let refused = allocator.resume(Select::Allocator);
+        assert_matches!(refused, Err(Error::NotSuspended));
         drop(allocator.allocate(512, &other).unwrap());
         assert!(allocator.guard(ptr, 512).is_ok());
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 
@@ -54,10 +51,8 @@ fn guarded_memory_is_not_suspended() {
         for block in [&world.blocks[0], small] {
             let calls = rig.memory_calls();
             let guard = world.allocator.guard(block.ptr(), 512).unwrap();
-            match try_suspend(&world.allocator, Select::Allocator, Contents::Pinned) {
-                Err(Error::Guarded { guards: 1, .. }) => {}
-                other => panic!("{other:?}"),
-            }
+            let refused = try_suspend(&world.allocator, Select::Allocator, Contents::Pinned);
+            assert_matches!(refused, Err(Error::Guarded { guards: 1, .. }));
             assert_eq!(rig.memory_calls(), calls, "nothing is done");
             drop(guard);
             world.assert_intact(rig);
@@ -65,7 +60,6 @@ fn guarded_memory_is_not_suspended() {
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 
@@ -74,17 +68,14 @@ fn nothing_is_suspended_while_a_stream_captures() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
         let under_way = Capturing::begin(&world.stream, MODE);
-        match try_suspend(&world.allocator, Select::Allocator, Contents::Pinned) {
-            Err(Error::Capturing { .. }) => {}
-            other => panic!("{other:?}"),
-        }
+        let refused = try_suspend(&world.allocator, Select::Allocator, Contents::Pinned);
+        assert_matches!(refused, Err(Error::Capturing { .. }));
         drop(under_way.end().unwrap());
         world.assert_intact(rig);
         drop(world.allocator.allocate(512, &world.stream).unwrap());
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 
@@ -99,7 +90,6 @@ fn work_under_way_is_waited_for() {
         drop(held);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 
@@ -107,12 +97,10 @@ fn work_under_way_is_waited_for() {
 fn segments_of_the_classic_policy_cannot_be_suspended() {
     only(Policy::Classic, |rig| {
         let allocator = rig.checked();
-        match try_suspend(&allocator, Select::Allocator, Contents::Drop) {
-            Err(Error::NotSupported { .. }) => {}
-            other => panic!("{other:?}"),
-        }
-        let error = allocator.resume(Select::Allocator).unwrap_err();
-        assert_matches!(error, Error::NotSuspended);
+        let refused = try_suspend(&allocator, Select::Allocator, Contents::Drop);
+        assert_matches!(refused, Err(Error::NotSupported { .. }));
+        let refused = allocator.resume(Select::Allocator);
+        assert_matches!(refused, Err(Error::NotSuspended));
     });
 }
 
@@ -129,6 +117,5 @@ fn page_locked_memory_goes_with_a_trim_that_is_refused() {
         assert_eq!(pinned(), 0);
         resume(&world.allocator);
         world.stamp(rig);
-        world.close(rig, false);
     });
 }

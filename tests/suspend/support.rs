@@ -1,16 +1,18 @@
 //! What these tests share.
 
-pub use super::common::capturing::{Capturing, MODE};
-pub use super::common::*;
-pub use cualloc::Error;
-pub use cualloc::allocator::{
-    Allocator, Block, Config, Contents, GraphPool, Keep, Policy, Resumed, Scope, Select, Suspended,
-};
-pub use cualloc::driver::{Graph, GraphExec, Stream};
+pub use super::common::capturing::{Capturing, MODE, capture_output, pooled_on};
+pub use super::common::prelude::*;
+pub use cualloc::allocator::{Contents, GraphPool, Keep, Resumed, Scope, Select, Suspended};
+pub use cualloc::driver::{Graph, GraphExec};
 
 /// Only packed memory can be suspended.
 pub fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);
+}
+
+/// [`packed`], with an allocator, a pool and streams.
+pub fn pooled<const N: usize>(test: impl Fn(&Rig, Allocator, GraphPool, [Stream; N])) {
+    pooled_on(SimConfig::with_devices(1, 8 << 30), test);
 }
 
 /// Suspends all of an allocator.
@@ -35,28 +37,23 @@ pub fn is_suspended(allocator: &Allocator) -> bool {
     allocator.is_suspended(Select::Allocator).unwrap()
 }
 
-/// Blocks of all kinds with contents that tell them apart: small, large, and one in a view.
-pub struct World {
-    pub allocator: Allocator,
+/// Blocks of all kinds with contents that tell them apart: small, large, and one in a view. They go before the allocator
+/// is closed.
+pub struct World<'a> {
     pub blocks: Vec<Block>,
     pub stream: Stream,
+    pub allocator: Checked<'a>,
 }
 
-impl World {
-    pub fn new(rig: &Rig, config: Config) -> World {
+impl<'a> World<'a> {
+    pub fn new(rig: &'a Rig, config: Config) -> World<'a> {
         World::of(rig, config, 6)
     }
 
-    /// Frees the blocks and drops the stream.
-    pub fn into_allocator(self) -> Allocator {
-        self.allocator
-    }
-
     /// With so many large blocks of 5 MiB, and as many small ones.
-    pub fn of(rig: &Rig, config: Config, rounds: usize) -> World {
+    pub fn of(rig: &'a Rig, config: Config, rounds: usize) -> World<'a> {
         let limit = (rounds * 10 + 4) * MIB;
-        let allocator = rig.allocator_with(config.limit(Some(limit as u64)));
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(config.limit(Some(limit as u64)));
         let mut blocks = Vec::new();
         let mut gaps = Vec::new();
         for round in 0..rounds {
@@ -71,9 +68,9 @@ impl World {
         let views = allocator.snapshot().into_iter().filter(|s| s.view);
         assert_eq!(views.count(), 1);
         let world = World {
-            allocator,
             blocks,
             stream,
+            allocator,
         };
         world.stamp(rig);
         world
@@ -98,37 +95,9 @@ impl World {
     pub fn addresses(&self) -> Vec<u64> {
         self.blocks.iter().map(Block::ptr).collect()
     }
-
-    /// Ends it: the driver gets everything back, or all but what is lost.
-    pub fn close(self, rig: &Rig, lost: bool) {
-        drop(self.blocks);
-        drop(self.stream);
-        match lost {
-            true => rig.end(&self.allocator),
-            false => rig.close(&self.allocator),
-        }
-    }
 }
 
 /// Bytes that an allocator without graph pools holds, or held before it was suspended.
 pub fn reserved(allocator: &Allocator) -> u64 {
     allocator.stats().all.reserved.current
-}
-
-/// What the device has given away, which only the simulated one tells for this process alone.
-pub fn assert_held(rig: &Rig, bytes: u64) {
-    match rig.driver_held() {
-        Some(held) => assert_eq!(held, bytes),
-        None => eprintln!("SKIPPED in part on cuda: the device's memory is not asked"),
-    }
-}
-
-/// Captures what a closure gives the stream, with memory of a pool.
-pub fn capture(pool: &GraphPool, stream: &Stream, work: impl FnOnce()) -> Graph {
-    let scope = pool.enter(Scope::NextCapture).unwrap();
-    let under_way = Capturing::begin(stream, MODE);
-    work();
-    let graph = under_way.end().unwrap();
-    scope.leave().unwrap();
-    graph
 }

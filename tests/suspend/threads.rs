@@ -2,7 +2,6 @@
 
 use super::support::*;
 use crate::common::rng::Rng;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 #[test]
 fn requests_beside_a_suspension_get_memory_or_an_error() {

@@ -4,7 +4,6 @@ use super::support::*;
 use cualloc::allocator::{Segment, SegmentChange, SegmentHook};
 use cualloc::error::Cause;
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex};
 
 /// What a hook was told.
 type Told = (SegmentChange, Vec<Segment>);
@@ -19,20 +18,19 @@ fn what_is_kept_comes_back_at_its_address() {
                 let before = reserved(&world.allocator);
                 let done = suspend(&world.allocator, contents);
                 assert!(is_suspended(&world.allocator));
-                assert_held(rig, 0);
+                rig.assert_held(0);
                 assert_eq!(done.bytes, before);
                 let live = world.allocator.stats().all.allocated.current;
                 assert_eq!(done.kept, live, "live bytes alone");
                 world.allocator.check().unwrap();
                 let back = resume(&world.allocator);
                 assert!(back.bytes <= before && back.kept == live);
-                assert_held(rig, reserved(&world.allocator));
+                rig.assert_held(reserved(&world.allocator));
                 world.allocator.check().unwrap();
                 assert_eq!(world.addresses(), addresses);
                 world.assert_intact(rig);
                 world.stamp(rig);
             }
-            world.close(rig, false);
         }
     });
 }
@@ -49,7 +47,6 @@ fn dropped_contents_need_no_host_memory_and_the_memory_can_be_written() {
         assert_eq!(rig.calls("cuMemHostAlloc"), 0);
         world.stamp(rig);
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 
@@ -76,7 +73,6 @@ fn somebody_else_has_the_memory_between() {
             rig.calls("cuMemHostAlloc") <= 2,
             "page-locked memory serves again"
         );
-        world.close(rig, false);
     });
 }
 
@@ -102,14 +98,13 @@ fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
                 other => panic!("{other:?}"),
             }
             assert!(is_suspended(&world.allocator));
-            assert_held(rig, before);
-            let error = world.allocator.allocate(512, &world.stream).unwrap_err();
-            assert_matches!(error, Error::Suspended);
+            rig.assert_held(before);
+            let refused = world.allocator.allocate(512, &world.stream);
+            assert_matches!(refused, Err(Error::Suspended));
         }
         sim.take_memory(0, 0);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 
@@ -122,47 +117,36 @@ fn blocks_are_freed_while_they_are_suspended() {
         let gone: Vec<Block> = world.blocks.drain(5..).collect();
         drop(gone);
         world.allocator.check().unwrap();
-        assert_held(rig, 0);
+        rig.assert_held(0);
         let back = resume(&world.allocator);
         assert!(
             back.bytes < 30 * MIB as u64,
             "{back:?}: only where blocks are"
         );
-        assert_held(rig, reserved(&world.allocator));
+        rig.assert_held(reserved(&world.allocator));
         world.allocator.check().unwrap();
         world.assert_intact(rig);
         // What nobody has any more can be had again.
-        let more: Vec<Block> = (0..4)
-            .map(|_| world.allocator.allocate(5 * MIB, &world.stream).unwrap())
-            .collect();
-        more.iter()
-            .for_each(|block| rig.stamp(block.ptr(), 5 * MIB, 7, &world.stream));
-        world.stream.synchronize().unwrap();
+        for block in world.allocator.allocate_blocks(4, 5 * MIB, &world.stream) {
+            rig.stamp(block.ptr(), 5 * MIB, 7, &world.stream);
+        }
         world.assert_intact(rig);
-        drop(more);
-        world.close(rig, false);
     });
 }
 
 #[test]
 fn an_allocator_that_is_dropped_while_it_is_suspended_holds_nothing() {
     packed(|rig| {
-        let world = World::new(rig, Config::new());
-        suspend(&world.allocator, Contents::Pinned);
-        let World {
-            allocator,
-            blocks,
-            stream,
-        } = world;
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let blocks = [5 * MIB, 700].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
+        suspend(&allocator, Contents::Pinned);
         drop(allocator);
         drop(blocks);
-        drop(stream);
         assert!(rig.all_given_back());
         let leaks = rig.sim().map(|sim| sim.leaks());
         assert!(leaks.is_none_or(|leaks| leaks.reservations == 0 && leaks.host == 0));
         let world = World::new(rig, Config::new());
         suspend(&world.allocator, Contents::Drop);
-        world.close(rig, false);
     });
 }
 
@@ -211,7 +195,6 @@ fn hooks_hear_of_each_segment_without_locks() {
             .map(|segment| segment.address)
             .collect();
         assert!(bytes > 0 && first_birth.1.iter().all(|s| homes.contains(&s.address)));
-        world.close(rig, false);
     });
 }
 
@@ -250,7 +233,6 @@ fn a_hook_that_panics_does_no_harm() {
         suspend(&world.allocator, Contents::Pinned);
         resume(&world.allocator);
         world.assert_intact(rig);
-        world.close(rig, false);
     });
 }
 

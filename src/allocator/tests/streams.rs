@@ -333,35 +333,6 @@ fn a_page_freed_behind_a_marker_is_not_covered_by_it() -> Outcome {
     rig.end()
 }
 
-/// A small block that several streams used is reused when the last of them has completed.
-#[test]
-fn a_block_of_several_users_waits_for_the_last() -> Outcome {
-    let rig = Rig::new(packed())?;
-    let allocator = &rig.allocator;
-    let [a, b, c] = rig.streams()?;
-    let block = allocator.allocate(KIB, &a)?;
-    rig.sim.set_mode(Mode::Manual);
-    for stream in [&b, &c] {
-        rig.write(block.ptr(), KIB, stream)?;
-        block.record_stream(stream)?;
-        // The writes are ordered one after another.
-        if stream.id()? == b.id()? {
-            let event = event(&rig.context)?;
-            event.record(&b)?;
-            c.wait(&event)?;
-        }
-    }
-    drop(block);
-    allocator.trim(u64::MAX)?;
-    rig.sim.complete_stream(b.id()?, usize::MAX);
-    allocator.trim(u64::MAX)?;
-    assert_eq!(allocator.engine().lock().caches.held_back.len(), 1);
-    rig.sim.complete_all();
-    allocator.trim(u64::MAX)?;
-    assert_eq!(allocator.engine().lock().caches.held_back.len(), 0);
-    rig.end()
-}
-
 /// A slot whose last marker is being recorded is not reused, and returns to its stream if that fails; the slot of a
 /// stream that no call names and nothing refers to can be reused.
 #[test]

@@ -19,12 +19,8 @@ use crate::sim::Mode;
 /// that returns to a stream cache because its stream is ordered behind the others renews the page's ticket.
 #[test]
 fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
-    let_go_behind_a_wait(false)
-}
-
-/// As above, where the other stream that used the block has completed.
-#[test]
-fn a_block_let_go_behind_the_last_of_its_users_renews_the_ticket_of_its_page() -> Outcome {
+    // Also where the other stream that used the block has completed.
+    let_go_behind_a_wait(false)?;
     let_go_behind_a_wait(true)
 }
 

@@ -3,7 +3,7 @@
 
 use super::lab::Needs::{self, Bulk, Nothing, Words};
 use super::lab::{ADD, ANY, ATOMIC_ADD, CHECK, CONSTANT, EXCHANGE, Lab, READ_ONLY, STORE};
-use crate::common::*;
+use crate::common::prelude::*;
 
 pub struct Case {
     pub name: &'static str,

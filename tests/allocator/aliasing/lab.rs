@@ -3,8 +3,8 @@
 use std::ffi::{CStr, c_void};
 
 use super::cases::Case;
-use crate::common::*;
-use cualloc::driver::{Context, Device, Function, MemoryProperties, Module, Stream, sys};
+use crate::common::prelude::*;
+use cualloc::driver::{Device, Function, MemoryProperties, Module};
 
 /// What a kernel does to a word; see `words.ptx`.
 pub type Words = u32;

@@ -8,10 +8,8 @@
 mod cases;
 mod lab;
 
-use crate::common::*;
-use cualloc::allocator::Policy;
-use cualloc::driver::{Context, Device};
-use cualloc::sim::SimConfig;
+use crate::common::prelude::*;
+use cualloc::driver::Device;
 use lab::{ANY, Aliased, CHECK, Lab, STORE, Words};
 
 /// Bytes of the memory, and rounds of each case on a GPU.

@@ -1,7 +1,6 @@
 //! Before the first view the device is tested for keeping memory the same through two addresses.
 
 use super::*;
-use cualloc::Policy;
 use cualloc::allocator::SelfTest;
 
 /// A request that only a view, or new memory, can serve.
@@ -15,11 +14,18 @@ fn tested(allocator: &Allocator) -> SelfTest {
     allocator.stats().packing.self_test
 }
 
+/// A device that does not keep memory the same through two addresses.
+fn broken() -> SimConfig {
+    SimConfig {
+        broken_aliasing: true,
+        ..SimConfig::with_devices(1, 8 << 30)
+    }
+}
+
 #[test]
 fn the_first_view_is_tested_once_for_all_allocators() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles());
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles());
         let kept = scatter(&allocator, &stream, 20);
         assert_eq!(
             (tested(&allocator), rig.calls("cuLaunchKernel")),
@@ -48,8 +54,7 @@ fn the_first_view_is_tested_once_for_all_allocators() {
 #[test]
 fn the_test_does_not_wait_for_running_work() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles());
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles());
         let _kept = scatter(&allocator, &stream, 20);
         let hold = rig.hold(&stream);
         let _block = allocator.allocate(40 * MIB, &stream).unwrap();
@@ -79,14 +84,7 @@ fn the_test_waits_for_its_work_once() {
 
 #[test]
 fn a_device_that_fails_the_test_is_used_without_views() {
-    let config = SimConfig {
-        broken_aliasing: true,
-        ..SimConfig::with_devices(1, 8 << 30)
-    };
-    only_on(Policy::Packed, config, |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    only_simulated_on(Policy::Packed, broken(), |rig, _| {
         let allocator = rig.allocator_with(small_handles());
         let stream = rig.stream();
         let (kept, block) = stitch(&allocator, &stream);
@@ -107,13 +105,8 @@ fn a_device_that_fails_the_test_is_used_without_views() {
 
 #[test]
 fn the_test_can_be_switched_off() {
-    let config = SimConfig {
-        broken_aliasing: true,
-        ..SimConfig::with_devices(1, 8 << 30)
-    };
-    only_on(Policy::Packed, config, |rig| {
-        let allocator = rig.checked_with(small_handles().self_test(false));
-        let stream = rig.stream();
+    only_on(Policy::Packed, broken(), |rig| {
+        let (allocator, [stream]) = rig.scene_with(small_handles().self_test(false));
         assert_eq!(allocator.test_views().unwrap(), SelfTest::Off);
         let (_kept, _block) = stitch(&allocator, &stream);
         let packing = allocator.stats().packing;
@@ -126,8 +119,7 @@ fn the_test_can_be_switched_off() {
 fn without_memory_for_the_test_views_are_built_all_the_same() {
     only(Policy::Packed, |rig| {
         let limit = 82 * MIB as u64;
-        let allocator = rig.checked_with(small_handles().limit(Some(limit)));
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles().limit(Some(limit)));
         let (_kept, _block) = stitch(&allocator, &stream);
         let stats = allocator.stats();
         assert_eq!(

@@ -1,17 +1,13 @@
 //! External fragmentation, what streams keep from each other, and why memory grew.
 
 use super::*;
-use cualloc::Policy;
 use cualloc::allocator::GrowthReason;
 
 #[test]
 fn fragmentation_is_what_lies_outside_the_largest_run() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles());
-        let stream = rig.stream();
-        let mut blocks: Vec<Block> = (0..10)
-            .map(|_| allocator.allocate(4 * MIB, &stream).unwrap())
-            .collect();
+        let (allocator, [stream]) = rig.scene_with(small_handles());
+        let mut blocks: Vec<Block> = allocator.allocate_blocks(10, 4 * MIB, &stream);
         assert_eq!(allocator.fragmentation().ratio(), 0.0);
         // Two free pieces side by side, one apart.
         for at in [7, 3, 2] {
@@ -68,8 +64,7 @@ fn what_a_stream_keeps_from_the_others_is_said_by_stream() {
 #[test]
 fn the_last_growth_says_why() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(Config::new().handle(2 << 20));
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_with(Config::new().handle(2 << 20));
         let last = || allocator.stats().packing.last_growth.unwrap();
         assert_eq!(allocator.stats().packing.last_growth, None);
         let _kept = scatter(&allocator, &a, 3);
@@ -95,8 +90,7 @@ fn the_last_growth_says_why() {
 #[test]
 fn bytes_in_views_are_counted_while_they_are_used() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles());
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles());
         let _kept = scatter(&allocator, &stream, 20);
         let block = allocator.allocate(39 * MIB, &stream).unwrap();
         let packing = allocator.stats().packing;

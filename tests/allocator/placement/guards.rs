@@ -1,8 +1,8 @@
 //! Guards keep memory where it is, whoever frees it.
 
 use super::*;
+use cualloc::Stats;
 use cualloc::error::InvalidArgument;
-use cualloc::{Error, Policy, Stats};
 
 fn guarded(stats: &Stats) -> u64 {
     stats.packing.guarded
@@ -29,16 +29,14 @@ fn segments_cover_a_block_in_the_order_of_its_addresses() {
                 assert_eq!(at, from + bytes);
             }
             for bad in [(from, 0), (from, block.size() + 1), (from, u64::MAX)] {
-                let error = allocator.segments_of(bad.0, bad.1).unwrap_err();
-                assert_matches!(error, Error::Invalid(InvalidArgument::Range { .. }));
+                let refused = allocator.segments_of(bad.0, bad.1);
+                assert_matches!(refused, Err(Error::Invalid(InvalidArgument::Range { .. })));
             }
         }
-        let foreign = allocator.guard(64, 1).unwrap_err();
-        assert_matches!(foreign, Error::NotOurs { .. });
+        assert_matches!(allocator.guard(64, 1), Err(Error::NotOurs { .. }));
         let free = blocks[2].ptr();
         drop(blocks);
-        let gone = allocator.guard(free, 1).unwrap_err();
-        assert_matches!(gone, Error::NotLive { .. });
+        assert_matches!(allocator.guard(free, 1), Err(Error::NotLive { .. }));
     });
 }
 
@@ -52,9 +50,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
             let guards = [0, 1].map(|_| allocator.guard(ptr, 512).unwrap());
             let segments = guards[0].segments().to_vec();
             drop(block);
-            // SAFETY: refused, which is what is tested.
-            let again = unsafe { allocator.free_raw(ptr) }.unwrap_err();
-            assert_matches!(again, Error::NotLive { .. });
+            assert_matches!(allocator.raw_free(ptr), Err(Error::NotLive { .. }));
             for _ in 0..2 {
                 let stats = allocator.stats();
                 assert_eq!((guarded(&stats), stats.all.allocated.current), (size, 0));
@@ -65,8 +61,7 @@ fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
                 allocator.trim(0).unwrap();
                 allocator.check().unwrap();
                 assert!(allocator.stats().all.reserved.current >= segments[0].handle_bytes);
-                let error = allocator.close().unwrap_err();
-                assert_matches!(error, Error::Guarded { .. });
+                assert_matches!(allocator.close(), Err(Error::Guarded { .. }));
             }
             let [first, last] = guards;
             drop(first);
@@ -106,8 +101,7 @@ fn r21_a_guard_forgets_no_use_of_another_stream() {
 #[test]
 fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles());
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles());
         let kept = scatter(&allocator, &stream, 20);
         let block = allocator.allocate(40 * MIB, &stream).unwrap();
         let ptr = block.ptr();
@@ -146,8 +140,6 @@ fn a_guard_keeps_its_allocator_open() {
             assert!(held >= 4 * MIB as u64);
         }
         drop(guard);
-        if let Some(held) = rig.driver_held() {
-            assert_eq!(held, 0);
-        }
+        rig.assert_held(0);
     });
 }

@@ -1,8 +1,6 @@
 //! Blocks inside one physical handle, and blocks that must not lie in views.
 
 use super::*;
-use cualloc::Policy;
-use cualloc::allocator::Request;
 
 fn segments(allocator: &Allocator, block: &Block) -> usize {
     let segments = allocator.segments_of(block.ptr(), block.size()).unwrap();
@@ -16,8 +14,7 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
             true => small_handles(),
             false => Config::new(),
         };
-        let allocator = rig.checked_with(config);
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(config);
         let single = |bytes| Request::new(bytes).single_handle();
         let plain = allocator.allocate(20 * MIB, &stream).unwrap();
         assert_eq!(
@@ -47,8 +44,7 @@ fn a_single_handle_holds_the_block_that_asks_for_it() {
 fn a_single_handle_below_a_limit_takes_the_place_of_small_ones() {
     only(Policy::Packed, |rig| {
         let limit = 40 * MIB as u64;
-        let allocator = rig.checked_with(small_handles().limit(Some(limit)));
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles().limit(Some(limit)));
         drop(scatter(&allocator, &stream, 9));
         let single = |bytes| Request::new(bytes).single_handle();
         let block = allocator.allocate_with(single(32 * MIB), &stream).unwrap();
@@ -63,8 +59,7 @@ fn a_single_handle_below_a_limit_takes_the_place_of_small_ones() {
 #[test]
 fn a_single_handle_of_another_stream_is_waited_for() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles().limit(Some(48 << 20)));
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_with(small_handles().limit(Some(48 << 20)));
         let single = |bytes| Request::new(bytes).single_handle();
         let first = allocator.allocate_with(single(32 * MIB), &a).unwrap();
         drop(allocator.allocate(MIB, &b).unwrap());
@@ -83,8 +78,7 @@ fn a_single_handle_of_another_stream_is_waited_for() {
 #[test]
 fn a_block_that_must_not_lie_in_a_view_costs_new_memory() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(small_handles());
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene_with(small_handles());
         let _kept = scatter(&allocator, &stream, 20);
         let at_home = |bytes| Request::new(bytes).views(false);
         let block = allocator.allocate_with(at_home(40 * MIB), &stream).unwrap();

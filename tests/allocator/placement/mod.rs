@@ -6,10 +6,7 @@ mod figures;
 mod guards;
 mod handles;
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Block, Config};
-use cualloc::driver::Stream;
-use cualloc::sim::SimConfig;
+use crate::common::prelude::*;
 
 /// Handles of 2 MiB whatever the pool's size, and as little slack as there can be.
 fn small_handles() -> Config {
@@ -18,13 +15,6 @@ fn small_handles() -> Config {
 
 /// `count` free pieces of 2 MiB, each between two blocks that stay: the blocks.
 fn scatter(allocator: &Allocator, stream: &Stream, count: usize) -> Vec<Block> {
-    let mut blocks: Vec<Block> = (0..=2 * count)
-        .map(|_| allocator.allocate(2 * MIB, stream).unwrap())
-        .collect();
-    let mut at = 0;
-    blocks.retain(|_| {
-        at += 1;
-        at % 2 == 1
-    });
-    blocks
+    let blocks = allocator.allocate_blocks(2 * count + 1, 2 * MIB, stream);
+    blocks.into_iter().step_by(2).collect()
 }

@@ -1,10 +1,8 @@
 //! Requests that find ready memory while several streams are about take it in one go, to the same end as step by step.
 
+use crate::common::prelude::*;
 use crate::common::rng::Rng;
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Config, Policy, ReclaimStats, Request};
-use cualloc::sim::{Mode, SimConfig};
+use cualloc::allocator::ReclaimStats;
 
 /// What a program of a seed came to: where each block was, how requests were served, and the driver's calls by name. The
 /// requests wish for nothing, or for what they have anyway: such requests go step by step.

@@ -1,10 +1,8 @@
 //! How much memory a program makes the allocator hold.
 
-use crate::common::*;
-use cualloc::Block;
-use cualloc::allocator::{Config, Policy, Waits};
-use cualloc::driver::{Feature, Stream};
-use cualloc::sim::{Mode, SimConfig};
+use crate::common::prelude::*;
+use cualloc::allocator::Waits;
+use cualloc::driver::Feature;
 
 /// S1.37: the second allocation of a size asks nothing of the driver.
 #[test]
@@ -26,39 +24,26 @@ fn s1_37_reuse_makes_no_driver_call_for_memory() {
     });
 }
 
-/// R61: many freed blocks make room for fewer, larger ones.
+/// R61: many freed blocks make room for fewer, larger ones; inside pages, too, whose freed blocks are at first kept as
+/// they are.
 #[test]
 fn r61_freed_blocks_serve_larger_ones() {
     only(Policy::Packed, |rig| {
-        let (allocator, [stream]) = rig.scene();
-        let small: Vec<_> = (0..8)
-            .map(|_| allocator.allocate(16 * MIB, &stream).unwrap())
-            .collect();
-        assert_eq!(allocator.stats().all.reserved.current, 128 * MIB as u64);
-        drop(small);
-        let _large: Vec<_> = (0..4)
-            .map(|_| allocator.allocate(32 * MIB, &stream).unwrap())
-            .collect();
-        assert_eq!(allocator.stats().all.reserved.peak, 128 * MIB as u64);
-    });
-}
-
-/// R61: the same inside pages, whose freed blocks are at first kept as they are.
-#[test]
-fn r61_freed_small_blocks_serve_whole_pages() {
-    only(Policy::Packed, |rig| {
-        let (allocator, [stream]) = rig.scene();
-        let small: Vec<Block> = (0..32)
-            // A page: 1 to 15 granules of 512 bytes, and 8 more.
-            .flat_map(|_| (1..16).chain([8]))
-            .map(|granules| allocator.allocate(granules * 512, &stream).unwrap())
-            .collect();
-        assert_eq!(allocator.stats().all.reserved.current, 2 * MIB as u64);
-        drop(small);
-        let _pages: Vec<Block> = (0..32)
-            .map(|_| allocator.allocate(64 * KIB, &stream).unwrap())
-            .collect();
-        assert_eq!(allocator.stats().all.reserved.peak, 2 * MIB as u64);
+        // A page: 1 to 15 granules of 512 bytes, and 8 more.
+        let page = (1..16).chain([8]).map(|granules| granules * 512);
+        let pages = (0..32).flat_map(|_| page.clone()).collect();
+        for (small, count, large, held) in [
+            (vec![16 * MIB; 8], 4, 32 * MIB, 128 * MIB as u64),
+            (pages, 32, 64 * KIB, 2 * MIB as u64),
+        ] {
+            let (allocator, [stream]) = rig.scene();
+            let allocate = |bytes| allocator.allocate(bytes, &stream).unwrap();
+            let small: Vec<Block> = small.into_iter().map(allocate).collect();
+            assert_eq!(allocator.stats().all.reserved.current, held);
+            drop(small);
+            let _large = allocator.allocate_blocks(count, large, &stream);
+            assert_eq!(allocator.stats().all.reserved.peak, held);
+        }
     });
 }
 
@@ -103,15 +88,11 @@ fn r3_changing_sizes_do_not_run_away() {
 #[test]
 fn r60_small_survivors_pin_little() {
     only(Policy::Packed, |rig| {
-        let fill = |allocator: &cualloc::Allocator, stream: &Stream| {
-            let pair = |_| [64 * MIB, MIB].map(|bytes| allocator.allocate(bytes, stream).unwrap());
-            let pairs: Vec<[Block; 2]> = (0..32).map(pair).collect();
-            let survivors: Vec<Block> = pairs.into_iter().map(|[_, small]| small).collect();
-            stream.synchronize().unwrap();
-            survivors
-        };
         let (allocator, stream) = (rig.checked_with(dense()), rig.stream());
-        let _survivors = fill(&allocator, &stream);
+        let pair = |_| [64 * MIB, MIB].map(|bytes| allocator.allocate(bytes, &stream).unwrap());
+        let pairs: Vec<[Block; 2]> = (0..32).map(pair).collect();
+        let _survivors: Vec<Block> = pairs.into_iter().map(|[_, small]| small).collect();
+        stream.synchronize().unwrap();
         let large = allocator.allocate(160 * MIB, &stream).unwrap();
         assert!(allocator.stats().all.reserved.peak <= bound(rig, &allocator));
         drop(large);
@@ -127,23 +108,14 @@ fn r60_small_survivors_pin_little() {
 #[test]
 fn r63_split_memory_is_not_its_streams_for_ever() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_limit(GIB);
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_limit(GIB);
         // Known from the start, so that frees are marked.
         drop(allocator.allocate(MIB, &b).unwrap());
         b.synchronize().unwrap();
-        let (mut blocks, mut kept) = (Vec::new(), Vec::new());
-        for at in 0..64 {
-            let block = allocator.allocate(16 * MIB, &a).unwrap();
-            rig.stamp(block.ptr(), MIB, at, &a);
-            blocks.push(block);
-        }
-        drop(blocks);
+        drop(allocator.allocate_blocks(64, 16 * MIB, &a));
         a.synchronize().unwrap();
         // The stream goes on with a little of it.
-        for _ in 0..4 {
-            kept.push(allocator.allocate(512 * KIB, &a).unwrap());
-        }
+        let kept = allocator.allocate_blocks(4, 512 * KIB, &a);
         let hold = rig.hold(&a);
         rig.stamp(kept[0].ptr(), 512 * KIB, 9, &a);
         let calls = || (rig.memory_calls(), rig.calls("cuStreamWaitEvent"));
@@ -156,40 +128,18 @@ fn r63_split_memory_is_not_its_streams_for_ever() {
     });
 }
 
-/// R63: memory that was freed before late work does not wait for it: its marker is recorded with the free.
-#[test]
-fn r63_freed_memory_does_not_wait_for_what_its_stream_is_given_later() {
-    only(Policy::Packed, |rig| {
-        let allocator = rig.checked_limit(34 * MIB);
-        let [a, b] = rig.streams();
-        drop(allocator.allocate(MIB, &b).unwrap());
-        b.synchronize().unwrap();
-        let blocks = [(); 2].map(|()| allocator.allocate(16 * MIB, &a).unwrap());
-        rig.stamp(blocks[0].ptr(), MIB, 1, &a);
-        drop(blocks);
-        a.synchronize().unwrap();
-        let hold = rig.hold(&a);
-        let theirs = allocator.allocate(32 * MIB, &b).unwrap();
-        rig.stamp(theirs.ptr(), 32 * MIB, 3, &b);
-        rig.settle(&b);
-        hold.release();
-    });
-}
-
 /// R36: three streams that pass blocks on hold hardly more than is live, if they may wait for each other.
 #[test]
 fn r36_a_pipeline_of_streams_holds_little() {
     only(Policy::Packed, |rig| {
-        let allocator = rig.checked_with(Config::new().waits(Waits::Always));
-        let [load, compute, store] = rig.streams();
+        let (allocator, [load, compute, store]) =
+            rig.scene_with(Config::new().waits(Waits::Always));
         let follow = |after: &Stream, before: &Stream| {
             let event = rig.context.enter().unwrap().create_event().unwrap();
             event.record(before).unwrap();
             after.wait(&event).unwrap();
         };
-        if let Some(sim) = rig.maybe_sim() {
-            sim.set_mode(Mode::Lag(3));
-        }
+        rig.set_mode(Mode::Lag(3));
         let mut results: Vec<Block> = Vec::new();
         for round in 0..200 {
             let bytes = (64 + round * 7 % 13) * MIB;
@@ -210,9 +160,7 @@ fn r36_a_pipeline_of_streams_holds_little() {
             if results.len() > 4 {
                 drop(results.remove(0));
             }
-            if let Some(sim) = rig.maybe_sim() {
-                sim.advance_row();
-            }
+            rig.advance_row();
         }
         let all = allocator.stats().all;
         let (held, live) = (all.reserved.peak, all.requested.peak);
@@ -225,30 +173,31 @@ fn r36_a_pipeline_of_streams_holds_little() {
 #[test]
 fn r47_a_live_block_strands_no_memory() {
     const MEMORY: u64 = 1 << 30;
-    only_on(Policy::Packed, SimConfig::with_devices(1, MEMORY), |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
-        let [first, second] = [(); 2].map(|()| rig.allocator());
-        let stream = rig.stream();
-        let large = first.allocate(900 * MIB, &stream).unwrap();
-        let small = first.allocate(MIB, &stream).unwrap();
-        rig.stamp(small.ptr(), MIB, 5, &stream);
-        drop(large);
-        stream.synchronize().unwrap();
-        let other = first.clone();
-        second.add_relief_hook(cualloc::allocator::ReliefHook::new(
-            "the other",
-            move |_| other.trim(0).map_or(0, |trimmed| trimmed.released),
-        ));
-        let theirs = second.allocate(1000 * MIB, &stream).unwrap();
-        assert!(first.stats().all.reserved.current <= 4 << 20);
-        rig.stamp(theirs.ptr(), 1000 * MIB, 6, &stream);
-        assert_eq!(rig.mismatches(small.ptr(), MIB, 5, &stream), 0);
-        drop((theirs, small));
-        first.close().unwrap();
-        second.close().unwrap();
-    });
+    only_simulated_on(
+        Policy::Packed,
+        SimConfig::with_devices(1, MEMORY),
+        |rig, _| {
+            let [first, second] = [(); 2].map(|()| rig.allocator());
+            let stream = rig.stream();
+            let large = first.allocate(900 * MIB, &stream).unwrap();
+            let small = first.allocate(MIB, &stream).unwrap();
+            rig.stamp(small.ptr(), MIB, 5, &stream);
+            drop(large);
+            stream.synchronize().unwrap();
+            let other = first.clone();
+            second.add_relief_hook(cualloc::allocator::ReliefHook::new(
+                "the other",
+                move |_| other.trim(0).map_or(0, |trimmed| trimmed.released),
+            ));
+            let theirs = second.allocate(1000 * MIB, &stream).unwrap();
+            assert!(first.stats().all.reserved.current <= 4 << 20);
+            rig.stamp(theirs.ptr(), 1000 * MIB, 6, &stream);
+            assert_eq!(rig.mismatches(small.ptr(), MIB, 5, &stream), 0);
+            drop((theirs, small));
+            first.close().unwrap();
+            second.close().unwrap();
+        },
+    );
 }
 
 /// R19: every handle of a block can be exported, without being asked for when it was allocated.

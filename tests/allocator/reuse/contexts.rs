@@ -3,14 +3,11 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::{Mutex, mpsc};
+use std::sync::mpsc;
 
 use super::leaving::{BLOCK, use_elsewhere};
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Block, Config};
-use cualloc::driver::{Context, Stream, sys};
-use cualloc::sim::{FailPlan, Mode, Report, Simulator};
+use crate::common::prelude::*;
+use cualloc::sim::Report;
 
 const INVALID: sys::CUresult = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
 
@@ -44,8 +41,7 @@ fn stream_in(rig: &Rig, context: sys::CUcontext) -> Elsewhere {
 
 /// Ends the allocator's use of its stream.
 fn retired(allocator: &Allocator, there: &Elsewhere) {
-    // SAFETY: the stream is alive, and gets no more work.
-    unsafe { allocator.retire_raw(there.stream) }.unwrap();
+    allocator.raw_retire(there.stream).unwrap();
 }
 
 /// Everything can be waited for and given back, and is no longer pending.
@@ -57,13 +53,10 @@ fn nothing_is_pending(allocator: &Allocator) {
 
 /// Memory of a context's stream, and of ours that it used, is freed.
 fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize) {
-    // SAFETY: the stream is alive.
-    unsafe {
-        let ptr = allocator.allocate_raw(bytes, there.stream).unwrap();
-        allocator.free_raw(ptr).unwrap();
-        let block = allocator.allocate(bytes, own).unwrap();
-        allocator.record_use_raw(block.ptr(), there.stream).unwrap();
-    }
+    let ptr = allocator.raw_allocate(bytes, there.stream).unwrap();
+    allocator.raw_free(ptr).unwrap();
+    let block = allocator.allocate(bytes, own).unwrap();
+    allocator.raw_record_use(block.ptr(), there.stream).unwrap();
 }
 
 /// Also where another thread waits for all contexts just then: the retirement ends when that is done with them.
@@ -77,8 +70,7 @@ fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
         let other = allocator.clone();
         let stream = there.stream as usize;
         let retire = Mutex::new(Some(move || {
-            // SAFETY: the stream is alive, and gets no more work.
-            unsafe { other.retire_raw(stream as sys::CUstream) }.is_ok()
+            other.raw_retire(stream as sys::CUstream).is_ok()
         }));
         let (hand, owner) = mpsc::channel();
         sim.after(move |moment| {
@@ -104,7 +96,8 @@ fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
     });
 }
 
-/// Once its streams are retired a context may be destroyed: nothing of it is asked any more.
+/// Once its streams are retired a context may be destroyed: nothing of it is asked any more, and the events of markers
+/// and the spare ones went before it.
 #[test]
 fn d6_a_context_may_go_once_its_streams_are_retired() {
     for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
@@ -113,14 +106,18 @@ fn d6_a_context_may_go_once_its_streams_are_retired() {
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
             let kept = allocator.allocate(70_000, &own).unwrap();
-            used_by(&allocator, &own, &there, bytes);
-            sim.busy(there.stream, 1).unwrap();
+            for _ in 0..3 {
+                used_by(&allocator, &own, &there, bytes);
+                sim.busy(there.stream, 1).unwrap();
+            }
             retired(&allocator, &there);
             sim.complete_all();
             if seen {
                 allocator.trim(u64::MAX).unwrap();
             }
+            let events = sim.leaks().events;
             assert!(sim.destroy_context(there.context));
+            assert_eq!(sim.leaks().events, events, "some went with the context");
             drop(allocator.allocate(2 * bytes, &own).unwrap());
             nothing_is_pending(&allocator);
             drop(kept);
@@ -129,33 +126,11 @@ fn d6_a_context_may_go_once_its_streams_are_retired() {
     }
 }
 
-/// The events of another context go with the last of its streams, the markers' and the spare ones.
-#[test]
-fn d6_no_event_of_a_context_outlives_the_last_of_its_streams() {
-    each_simulated(|rig, sim| {
-        let (allocator, [own]) = rig.scene();
-        drop(allocator.allocate(KIB, &own).unwrap());
-        let there = elsewhere(rig, sim);
-        sim.set_mode(Mode::Manual);
-        for _ in 0..3 {
-            used_by(&allocator, &own, &there, 4 * MIB);
-            sim.busy(there.stream, 1).unwrap();
-        }
-        retired(&allocator, &there);
-        sim.complete_all();
-        let events = sim.leaks().events;
-        assert!(sim.destroy_context(there.context));
-        assert_eq!(sim.leaks().events, events, "some went with the context");
-        sim.set_mode(Mode::Instant);
-    });
-}
-
 /// What a retired stream of another context is still at comes before the memory's next user.
 #[test]
 fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
     each_simulated(|rig, sim| {
-        let allocator = rig.checked_limit(BLOCK);
-        let own = rig.stream();
+        let (allocator, [own]) = rig.scene_limit(BLOCK);
         sim.set_mode(Mode::Manual);
         let there = elsewhere(rig, sim);
         let block = allocator.allocate(BLOCK, &own).unwrap();
@@ -184,8 +159,7 @@ fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
 fn a_context_that_is_found_gone_is_no_loss_of_ours() {
     for checks in [false, true] {
         each_simulated(|rig, sim| {
-            let allocator = rig.checked_with(Config::new().capture_checks(checks));
-            let own = rig.stream();
+            let (allocator, [own]) = rig.scene_with(Config::new().capture_checks(checks));
             let there = elsewhere(rig, sim);
             let live = live_blocks(&allocator, &own, &there);
             used_by(&allocator, &own, &there, KIB);
@@ -195,7 +169,7 @@ fn a_context_that_is_found_gone_is_no_loss_of_ours() {
             // It was asked once, and nothing else was wrong.
             let gone = |report: &Report| matches!(report, Report::Destroyed { .. });
             assert!(sim.take_reports().iter().all(gone));
-            live.free(&allocator);
+            free(&allocator, live);
             nothing_is_pending(&allocator);
             rig.assert_clean();
         });
@@ -203,30 +177,17 @@ fn a_context_that_is_found_gone_is_no_loss_of_ours() {
 }
 
 /// Live blocks of a stream elsewhere, small and large, and one of an own stream that it uses.
-struct LiveBlocks {
-    raw: [sys::CUdeviceptr; 3],
+fn live_blocks(allocator: &Allocator, own: &Stream, there: &Elsewhere) -> [u64; 3] {
+    let small = allocator.raw_allocate(KIB, there.stream).unwrap();
+    let large = allocator.raw_allocate(3 * MIB, there.stream).unwrap();
+    let lent = allocator.raw_allocate(2 * MIB, own.raw()).unwrap();
+    allocator.raw_record_stream(lent, there.stream).unwrap();
+    [small, large, lent]
 }
 
-impl LiveBlocks {
-    fn free(self, allocator: &Allocator) {
-        for ptr in self.raw {
-            // SAFETY: a live block, which nothing uses.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
-        }
-    }
-}
-
-fn live_blocks(allocator: &Allocator, own: &Stream, there: &Elsewhere) -> LiveBlocks {
-    // SAFETY: the streams are alive.
-    unsafe {
-        let small = allocator.allocate_raw(KIB, there.stream).unwrap();
-        let large = allocator.allocate_raw(3 * MIB, there.stream).unwrap();
-        let lent = allocator.allocate_raw(2 * MIB, own.raw()).unwrap();
-        allocator.record_stream_raw(lent, there.stream).unwrap();
-        LiveBlocks {
-            raw: [small, large, lent],
-        }
-    }
+fn free(allocator: &Allocator, live: [u64; 3]) {
+    live.into_iter()
+        .for_each(|ptr| allocator.raw_free(ptr).unwrap());
 }
 
 /// The driver call that finds a handle invalid, and what makes it.
@@ -248,17 +209,13 @@ const FINDS: &[Find] = &[
         assert!(is_invalid(allocator.synchronize()));
     }),
     ("cuEventRecord", 1, |allocator, there| {
-        // SAFETY: the stream is alive.
-        unsafe {
-            let ptr = allocator.allocate_raw(MIB, there.stream).unwrap();
-            allocator.free_raw(ptr).unwrap();
-            // Unless the free has recorded a marker.
-            drop(allocator.mark_raw(there.stream));
-        }
+        let ptr = allocator.raw_allocate(MIB, there.stream).unwrap();
+        allocator.raw_free(ptr).unwrap();
+        // Unless the free has recorded a marker.
+        drop(allocator.raw_mark(there.stream));
     }),
     ("cuStreamIsCapturing", 1, |allocator, there| {
-        // SAFETY: the stream is alive.
-        let asked = unsafe { allocator.allocate_raw(KIB, there.stream) };
+        let asked = allocator.raw_allocate(KIB, there.stream);
         assert!(is_invalid(asked.map(drop)));
     }),
 ];
@@ -297,7 +254,7 @@ fn nothing_of_a_context_is_used_after_an_invalid_handle() {
                 assert!(sim.destroy_context(there.context));
                 sim.set_mode(Mode::Instant);
                 drop(allocator.allocate(8 * MIB, &own).unwrap());
-                live.free(&allocator);
+                free(&allocator, live);
                 for _ in 0..80 {
                     drop(allocator.allocate(MIB, &own).unwrap());
                 }
@@ -321,8 +278,7 @@ fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
     for find in FINDS.iter().filter(|find| find.0 != "cuEventRecord") {
         each_simulated(|rig, sim| {
             let _entered = rig.context.enter().unwrap();
-            let allocator = rig.checked_limit(BLOCK);
-            let own = rig.stream();
+            let (allocator, [own]) = rig.scene_limit(BLOCK);
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
             writes_and_leaves(rig, &allocator, &there);
@@ -364,14 +320,11 @@ fn the_distrust_of_a_context_ends_with_its_last_stream() {
         let (allocator, [own]) = rig.scene();
         let there = elsewhere(rig, sim);
         let beside = there.beside(rig);
-        // SAFETY: the streams are alive, and nothing uses the blocks.
-        unsafe {
-            let streams = [there.stream, beside.stream];
-            let blocks = streams.map(|s| allocator.allocate_raw(BLOCK, s).unwrap());
-            blocks
-                .iter()
-                .for_each(|ptr| allocator.free_raw(*ptr).unwrap());
-        }
+        let streams = [there.stream, beside.stream];
+        let blocks = streams.map(|s| allocator.raw_allocate(BLOCK, s).unwrap());
+        blocks
+            .iter()
+            .for_each(|ptr| allocator.raw_free(*ptr).unwrap());
         invalidate(sim, &allocator, &there, &FINDS[0]);
         let pending = allocator.trim(0).unwrap().pending;
         retired(&allocator, &there);
@@ -381,16 +334,14 @@ fn the_distrust_of_a_context_ends_with_its_last_stream() {
         let late = there.beside(rig);
         used_by(&allocator, &own, &late, 4 * MIB);
         let markers = allocator.stats().markers;
-        // SAFETY: the stream is alive.
-        unsafe { allocator.mark_raw(late.stream) }.unwrap();
+        allocator.raw_mark(late.stream).unwrap();
         assert_eq!(allocator.stats().markers, markers);
         retired(&allocator, &beside);
         retired(&allocator, &late);
         nothing_is_pending(&allocator);
         let again = there.beside(rig);
         used_by(&allocator, &own, &again, 4 * MIB);
-        // SAFETY: the stream is alive.
-        unsafe { allocator.mark_raw(again.stream) }.unwrap();
+        allocator.raw_mark(again.stream).unwrap();
         assert_eq!(allocator.trim(0).unwrap().pending, 0);
         retired(&allocator, &again);
         assert!(sim.destroy_context(there.context));
@@ -411,8 +362,7 @@ fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
             used_by(&allocator, &own, &there, 4 * MIB);
             invalidate(sim, &allocator, &there, &FINDS[0]);
             sim.fail(FailPlan::call("cuStreamGetId", gone).unwrap());
-            // SAFETY: the stream is alive.
-            let named = unsafe { allocator.allocate_raw(KIB, there.stream) };
+            let named = allocator.raw_allocate(KIB, there.stream);
             assert_matches!(named, Err(Error::Driver(error)) if error.code() == gone);
             assert_eq!(sim.clear_failures(), 0);
             assert!(sim.destroy_context(there.context));
@@ -448,8 +398,7 @@ fn a_retired_stream_of_a_distrusted_context_is_not_asked() {
     for find in FINDS {
         each_simulated(|rig, sim| {
             let _entered = rig.context.enter().unwrap();
-            let allocator = rig.checked_with(Config::new().capture_checks(true));
-            let own = rig.stream();
+            let (allocator, [own]) = rig.scene_with(Config::new().capture_checks(true));
             sim.set_mode(Mode::Manual);
             let there = elsewhere(rig, sim);
             let live = live_blocks(&allocator, &own, &there);
@@ -459,7 +408,7 @@ fn a_retired_stream_of_a_distrusted_context_is_not_asked() {
             retired(&allocator, &there);
             sim.complete_all();
             assert!(sim.destroy_context(there.context));
-            live.free(&allocator);
+            free(&allocator, live);
             nothing_is_pending(&allocator);
             rig.assert_clean();
             sim.set_mode(Mode::Instant);
@@ -490,8 +439,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
             let tries = |count: u64| {
                 for _ in 0..count {
                     sim.fail(FailPlan::call(call, code).unwrap().nth(skip + 1));
-                    // SAFETY: the stream is alive.
-                    unsafe { allocator.retire_raw(there.stream) }.unwrap_err();
+                    allocator.raw_retire(there.stream).unwrap_err();
                     assert_eq!(sim.clear_failures(), 0, "{call} was not made");
                 }
                 sim.leaks().events
@@ -501,7 +449,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
             retired(&allocator, &there);
             sim.complete_all();
             assert!(sim.destroy_context(there.context));
-            live.free(&allocator);
+            free(&allocator, live);
             nothing_is_pending(&allocator);
         });
     }
@@ -512,8 +460,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
 fn a_retirement_beside_frees_leaves_one_marker() {
     each_with_interludes(|rig, sim| {
         // A free asks the driver then, and comes to the heap.
-        let allocator = rig.checked_with(Config::new().capture_checks(true));
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_with(Config::new().capture_checks(true));
         drop(allocator.allocate(KIB, &b).unwrap());
         sim.set_mode(Mode::Manual);
         sim.busy(a.raw(), 1).unwrap();
@@ -521,8 +468,7 @@ fn a_retirement_beside_frees_leaves_one_marker() {
         let blocks = Rc::new(RefCell::new(blocks.collect()));
         free_beside_markers(Rc::clone(&blocks));
         let tries = [(); 3].map(|()| {
-            let error = allocator.retire(&a).unwrap_err();
-            assert_matches!(error, Error::Capturing { .. });
+            assert_matches!(allocator.retire(&a), Err(Error::Capturing { .. }));
             sim.leaks().events
         });
         assert_eq!(tries[0], tries[2]);

@@ -1,10 +1,7 @@
 //! Streams that the program left independent stay independent while memory can be had.
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Policy, Request, Waits};
-use cualloc::driver::Stream;
-use cualloc::sim::{FailPlan, SimConfig};
-use cualloc::{Block, Error};
+use crate::common::prelude::*;
+use cualloc::allocator::Waits;
 
 /// Lengths on both sides of every border between small, large, viewed and huge blocks.
 const SIZES: [usize; 7] = [512, 40 * KIB, 96 * KIB, MIB, 4 * MIB, 64 * MIB, GIB];
@@ -69,8 +66,7 @@ fn a_request_is_not_ordered_behind_another_stream_while_the_device_has_memory() 
             .flat_map(|(waits, bytes, shape)| [1, 3].map(|n| (waits, bytes, shape, n)))
         {
             for config in settings(rig, waits) {
-                let allocator = rig.checked_with(config);
-                let main = rig.stream();
+                let (allocator, [main]) = rig.scene_with(config);
                 let sides: [Stream; 3] = rig.streams();
                 let sides = &sides[..streams];
                 let holds: Vec<_> = sides.iter().map(|side| rig.hold(side)).collect();
@@ -96,8 +92,7 @@ fn a_request_is_not_ordered_behind_another_stream_while_the_device_has_memory() 
 fn a_block_in_one_handle_comes_from_a_new_handle_before_a_wait() {
     only(Policy::Packed, |rig| {
         for (waits, waited) in [(Waits::Scarce, 0), (Waits::Never, 0), (Waits::Always, 1)] {
-            let allocator = rig.checked_with(dense().waits(waits));
-            let [main, side] = rig.streams();
+            let (allocator, [main, side]) = rig.scene_with(dense().waits(waits));
             let request = || Request::new(24 * MIB).single_handle();
             let hold = rig.hold(&side);
             let block = allocator.allocate_with(request(), &main).unwrap();
@@ -168,31 +163,34 @@ fn at_the_limit_the_setting_decides_whether_a_request_waits_or_fails() {
 #[test]
 fn memory_that_others_gave_back_is_asked_for_before_a_wait() {
     for policy in [Policy::Packed, Policy::Classic] {
-        only_on(policy, SimConfig::with_devices(1, GIB as u64), |rig| {
-            let Some(sim) = rig.sim() else { return };
-            let (allocator, [main, side]) = rig.scene();
-            let hold = rig.hold(&side);
-            let pending = |bytes| {
-                let block = allocator.allocate(bytes, &main).unwrap();
-                block.record_stream(&side).unwrap();
-                drop(block);
-            };
-            pending(100 * MIB);
-            // The driver refuses once, as it does when others hold the rest.
-            let call = match rig.packed() {
-                true => "cuMemCreate",
-                false => "cuMemAlloc_v2",
-            };
-            let code = cualloc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-            sim.fail(FailPlan::call(call, code).unwrap().times(1));
-            let _first = allocator.allocate(100 * MIB, &main).unwrap();
-            let before = allocator.stats();
-            // The refusal is known, but there is memory by now.
-            let _second = allocator.allocate(100 * MIB, &main).unwrap();
-            let after = allocator.stats();
-            assert_eq!(after.stream_waits, before.stream_waits);
-            assert!(after.all.reserved.current > before.all.reserved.current);
-            hold.release();
-        });
+        only_simulated_on(
+            policy,
+            SimConfig::with_devices(1, GIB as u64),
+            |rig, sim| {
+                let (allocator, [main, side]) = rig.scene();
+                let hold = rig.hold(&side);
+                let pending = |bytes| {
+                    let block = allocator.allocate(bytes, &main).unwrap();
+                    block.record_stream(&side).unwrap();
+                    drop(block);
+                };
+                pending(100 * MIB);
+                // The driver refuses once, as it does when others hold the rest.
+                let call = match rig.packed() {
+                    true => "cuMemCreate",
+                    false => "cuMemAlloc_v2",
+                };
+                let code = cualloc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+                sim.fail(FailPlan::call(call, code).unwrap().times(1));
+                let _first = allocator.allocate(100 * MIB, &main).unwrap();
+                let before = allocator.stats();
+                // The refusal is known, but there is memory by now.
+                let _second = allocator.allocate(100 * MIB, &main).unwrap();
+                let after = allocator.stats();
+                assert_eq!(after.stream_waits, before.stream_waits);
+                assert!(after.all.reserved.current > before.all.reserved.current);
+                hold.release();
+            },
+        );
     }
 }

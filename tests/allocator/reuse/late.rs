@@ -1,9 +1,6 @@
 //! A block that is used and freed while the driver tells how far its stream is.
 
-use crate::common::*;
-use cualloc::Allocator;
-use cualloc::driver::Stream;
-use cualloc::sim::Mode;
+use crate::common::prelude::*;
 
 pub const BLOCK: usize = 12 * MIB;
 

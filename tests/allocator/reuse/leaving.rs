@@ -1,16 +1,12 @@
 //! Streams that leave while their memory is in use, and contexts that go with them.
 
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc;
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Policy, Request};
-use cualloc::driver::{Stream, sys};
+use crate::common::prelude::*;
 use cualloc::error::StreamMisuse;
 use cualloc::exchange::dlpack::DLManagedTensor;
 use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::pool::WorkspacePool;
-use cualloc::sim::{FailPlan, Mode, Simulator};
-use cualloc::{DeviceBuffer, Error};
 
 pub(super) const BLOCK: usize = 12 * MIB;
 
@@ -36,8 +32,7 @@ pub(super) fn use_elsewhere(rig: &Rig, allocator: &Allocator, bytes: usize, stre
 fn before_the_next_user<R>(act: impl Fn(&Rig, &Simulator, &Allocator, &Stream, usize) -> R) {
     for bytes in [KIB, BLOCK] {
         each_with_interludes(|rig, sim| {
-            let allocator = rig.checked_limit(room_for(bytes));
-            let [home, other] = rig.streams();
+            let (allocator, [home, other]) = rig.scene_limit(room_for(bytes));
             let _kept = act(rig, sim, &allocator, &home, bytes);
             use_elsewhere(rig, &allocator, bytes, &other);
         });
@@ -69,8 +64,7 @@ fn d3_a_free_that_began_before_the_end_counts() {
     each_with_interludes(|rig, sim| {
         let config = Config::new().limit(Some(BLOCK as u64));
         // A free asks the driver then, after its look.
-        let allocator = rig.checked_with(config.capture_checks(true));
-        let [home, other] = rig.streams();
+        let (allocator, [home, other]) = rig.scene_with(config.capture_checks(true));
         let mut buffer = DeviceBuffer::<u8>::zeroed(&*allocator, BLOCK, &home).unwrap();
         sim.set_mode(Mode::Manual);
         let functions = sim.functions();
@@ -116,7 +110,7 @@ fn retire_before_use(allocator: &Allocator, stream: &Stream) {
 /// A column is filled behind the last marker of its stream.
 #[test]
 fn d3_columns_of_a_retired_stream_come_before_the_next_user() {
-    for of_resource in [false, true] {
+    for (of_resource, into_block) in [(false, true), (false, false), (true, false)] {
         before_the_next_user(|_, sim, allocator, home, bytes| {
             // Known, and without anything else to ask.
             drop(allocator.allocate(bytes, home).unwrap());
@@ -130,25 +124,11 @@ fn d3_columns_of_a_retired_stream_come_before_the_next_user() {
             };
             let column = column.unwrap();
             assert!(!interlude::is_due(), "{bytes}: not retired");
-            if of_resource {
-                drop(column);
-            } else {
+            if into_block {
                 drop(column.into_buffer::<f32>().unwrap().into_block().unwrap());
             }
         });
     }
-}
-
-/// As above, by the column's own drop.
-#[test]
-fn d3_a_dropped_column_of_a_retired_stream_counts() {
-    before_the_next_user(|_, sim, allocator, home, bytes| {
-        drop(allocator.allocate(bytes, home).unwrap());
-        sim.set_mode(Mode::Manual);
-        retire_before_use(allocator, home);
-        drop(Tensor::zeroed(allocator, DType::F32, &[bytes / 4], home).unwrap());
-        assert!(!interlude::is_due(), "{bytes}: not retired");
-    });
 }
 
 /// What comes back through an export is used by its new home until its drop, which its owner is told at once,
@@ -178,27 +158,20 @@ fn d3_a_retirement_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
-        let (small, large) = (
-            allocator.allocate(KIB, &a).unwrap(),
-            allocator.allocate(BLOCK, &a).unwrap(),
-        );
+        let both = || [KIB, BLOCK].map(|bytes| allocator.allocate(bytes, &a).unwrap());
+        let places = |blocks: [cualloc::Block; 2]| blocks.map(|block| block.ptr());
+        let blocks = both();
         let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         sim.fail(FailPlan::call("cuEventRecord", code).unwrap());
         assert_matches!(allocator.retire(&a), Err(Error::Driver(_)));
-        let (small_at, large_at) = (small.ptr(), large.ptr());
-        drop((small, large));
+        let before = places(blocks);
         let calls = rig.calls("cuStreamWaitEvent");
-        let small = allocator.allocate(KIB, &a).unwrap();
-        let large = allocator.allocate(BLOCK, &a).unwrap();
-        assert_eq!((small.ptr(), large.ptr()), (small_at, large_at));
+        assert_eq!(places(both()), before);
         assert_eq!(rig.calls("cuStreamWaitEvent"), calls);
         assert_eq!(allocator.stats().streams, 2);
-        drop((small, large));
         allocator.retire(&a).unwrap();
-        assert_matches!(
-            allocator.retire(&a),
-            Err(Error::Stream(StreamMisuse::Unknown { .. }))
-        );
+        let refused = allocator.retire(&a);
+        assert_matches!(refused, Err(Error::Stream(StreamMisuse::Unknown { .. })));
     });
 }
 
@@ -281,9 +254,7 @@ fn d7_a_synchronisation_that_fails_takes_no_batch_away() {
         drop(allocator.allocate(KIB, &other).unwrap());
         let foreign = RawStream::new(&rig);
         let stream = foreign.borrowed();
-        let mut blocks: Vec<_> = (0..64)
-            .map(|_| allocator.allocate(2 * MIB / 64 * 3, &stream).unwrap())
-            .collect();
+        let mut blocks: Vec<_> = allocator.allocate_blocks(64, 2 * MIB / 64 * 3, &stream);
         let markers = allocator.stats().markers;
         drop(blocks.split_off(60));
         if fails {
@@ -316,14 +287,12 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
             drop(allocator.allocate(70_000, &other).unwrap());
             let streams = sim.leaks().streams;
             let stream = rig.stream();
-            // SAFETY: the stream is alive.
-            let ptr = unsafe { allocator.allocate_raw(bytes, stream.raw()) }.unwrap();
+            let ptr = allocator.raw_allocate(bytes, stream.raw()).unwrap();
             let block = again.then(|| allocator.allocate(bytes, &stream).unwrap());
             drop(stream);
             assert_eq!(sim.leaks().streams, streams + 1);
             drop(block);
-            // SAFETY: nothing uses it.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
             rig.assert_clean();
             rig.close(&allocator);
             drop(allocator);
@@ -341,11 +310,8 @@ fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
             let (allocator, [other]) = rig.scene();
             drop(allocator.allocate(KIB, &other).unwrap());
             let handle = std::ptr::without_provenance_mut(handle);
-            // SAFETY: a special handle.
-            unsafe {
-                let ptr = allocator.allocate_raw(MIB / 2, handle).unwrap();
-                allocator.free_raw(ptr).unwrap();
-            }
+            let ptr = allocator.raw_allocate(MIB / 2, handle).unwrap();
+            allocator.raw_free(ptr).unwrap();
             assert_eq!(allocator.stats().markers, 0);
             allocator.trim(0).unwrap();
             assert_eq!(allocator.trim(0).unwrap().pending, 0);
@@ -358,8 +324,7 @@ fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
 fn s5_idle_workspaces_of_a_retired_stream_are_not_leased() {
     for between in [false, true] {
         each_simulated(|rig, sim| {
-            let allocator = rig.checked_limit(16 * MIB);
-            let [home, other] = rig.streams();
+            let (allocator, [home, other]) = rig.scene_limit(16 * MIB);
             let pool = WorkspacePool::new(&allocator);
             let lease = pool.lease(&home, 16 * MIB).unwrap();
             if between {

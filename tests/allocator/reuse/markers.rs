@@ -2,9 +2,7 @@
 
 use super::late::{BLOCK, covers_no_later_free};
 use super::two_devices;
-use crate::common::*;
-use cualloc::driver::Stream;
-use cualloc::sim::Mode;
+use crate::common::prelude::*;
 
 /// R23: a block freed while a marker is being recorded is not covered by that marker.
 #[test]
@@ -23,13 +21,11 @@ fn r23_marker_covers_no_free_that_came_after_its_record() {
 
 /// R32: in steady state no event is created.
 #[test]
-fn r32_steady_state_creates_no_events() {
+fn r32_r74_steady_state_creates_no_events_and_holds_no_more() {
     each(|rig| {
         let allocator = rig.checked_limit(200 * MIB);
         let streams: [Stream; 3] = rig.streams();
-        if let Some(sim) = rig.maybe_sim() {
-            sim.set_mode(Mode::Lag(4));
-        }
+        rig.set_mode(Mode::Lag(4));
         let round = |at: usize| {
             let (own, other) = (&streams[at % 3], &streams[(at + 1) % 3]);
             for bytes in [3 * KIB, 3 * MIB, 12 * MIB] {
@@ -47,10 +43,22 @@ fn r32_steady_state_creates_no_events() {
         };
         // Long enough for the batches of small blocks, too.
         (0..12_000).for_each(round);
-        let (events, markers) = (rig.calls("cuEventCreate"), allocator.stats().markers);
+        let (events, early) = (rig.calls("cuEventCreate"), allocator.stats());
         (0..1000).for_each(round);
+        let late = allocator.stats();
+        assert_eq!(late.all.reserved, early.all.reserved);
+        assert_eq!(
+            (late.misses, late.all.allocations.current),
+            (early.misses, 0)
+        );
+        assert!(
+            late.nodes <= early.nodes + 8,
+            "{} {}",
+            late.nodes,
+            early.nodes
+        );
         if rig.maybe_sim().is_some() {
-            let recorded = allocator.stats().markers - markers;
+            let recorded = late.markers - early.markers;
             assert!(recorded > 100, "{recorded} markers are recorded");
         }
         assert_eq!(rig.calls("cuEventCreate"), events);

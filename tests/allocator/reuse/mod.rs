@@ -17,10 +17,7 @@ mod unasked;
 mod undone;
 mod unretired;
 
-use crate::common::*;
-use cualloc::allocator::Policy;
-use cualloc::driver::Context;
-use cualloc::sim::SimConfig;
+use crate::common::prelude::*;
 
 fn waits(rig: &Rig) -> u64 {
     rig.calls("cuStreamWaitEvent")

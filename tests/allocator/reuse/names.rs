@@ -1,9 +1,6 @@
 //! Default streams by their special handles: always those of the allocator's context.
 
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Config, Request};
-use cualloc::driver::{Context, Stream, sys};
+use crate::common::prelude::*;
 
 /// The special handles.
 const HANDLES: [usize; 3] = [0, 1, 2];
@@ -44,29 +41,25 @@ fn without_context<R>(rig: &Rig, act: impl FnOnce() -> R) -> R {
 #[test]
 fn d11_special_handles_name_streams_of_the_allocators_context() {
     beside_another_context(|rig, other| {
-        let allocator = rig.checked_with(Config::new().context_checks(false));
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene_with(Config::new().context_checks(false));
         for value in HANDLES {
             let expected = Some(meant(&rig.context, value).id().unwrap());
             assert_ne!(expected, Some(meant(other, value).id().unwrap()));
             for bytes in [KIB, MIB, 12 * MIB] {
                 let recorded = allocator.allocate(bytes, &a).unwrap();
                 let name = || {
-                    // SAFETY: special handles are always valid, and nothing uses the memory.
-                    unsafe {
-                        let ptr = allocator.allocate_raw(bytes, handle(value)).unwrap();
-                        let info = allocator.block_of(ptr).unwrap();
-                        allocator.free_raw(ptr).unwrap();
-                        let aligned = Request::new(bytes).align(4096);
-                        let with = allocator.allocate_raw_with(aligned, handle(value)).unwrap();
-                        assert_eq!(allocator.block_of(with).unwrap().stream, info.stream);
-                        allocator
-                            .record_stream_raw(recorded.ptr(), handle(value))
-                            .unwrap();
-                        allocator.mark_raw(handle(value)).unwrap();
-                        allocator.free_raw(with).unwrap();
-                        info.stream
-                    }
+                    let ptr = allocator.raw_allocate(bytes, handle(value)).unwrap();
+                    let info = allocator.block_of(ptr).unwrap();
+                    allocator.raw_free(ptr).unwrap();
+                    let aligned = Request::new(bytes).align(4096);
+                    let with = allocator.raw_allocate_with(aligned, handle(value)).unwrap();
+                    assert_eq!(allocator.block_of(with).unwrap().stream, info.stream);
+                    allocator
+                        .raw_record_stream(recorded.ptr(), handle(value))
+                        .unwrap();
+                    allocator.raw_mark(handle(value)).unwrap();
+                    allocator.raw_free(with).unwrap();
+                    info.stream
                 };
                 assert_eq!(name(), expected);
                 assert_eq!(without_context(rig, name), expected);
@@ -96,13 +89,9 @@ fn d11_work_of_special_handles_is_waited_for_in_the_allocators_context() {
     beside_another_context(|rig, other| {
         for value in HANDLES {
             for then in [Then::Nothing, Then::Mark, Then::Retire] {
-                for (bytes, recorded) in [
-                    (12 * MIB, false),
-                    (12 * MIB, true),
-                    (32 * KIB, false),
-                    (32 * KIB, true),
-                ] {
-                    pass_on(rig, other, value, (bytes, recorded), then);
+                for bytes in [12 * MIB, 32 * KIB] {
+                    pass_on(rig, other, value, (bytes, false), then);
+                    pass_on(rig, other, value, (bytes, true), then);
                 }
             }
         }
@@ -113,37 +102,32 @@ fn d11_work_of_special_handles_is_waited_for_in_the_allocators_context() {
 fn pass_on(rig: &Rig, other: &Context, value: usize, (bytes, recorded): (usize, bool), then: Then) {
     let limit = if bytes > MIB { bytes } else { 2 * MIB };
     let config = Config::new().context_checks(false);
-    let allocator = rig.checked_with(config.limit(Some(limit as u64)));
-    let [a, b] = rig.streams();
+    let (allocator, [a, b]) = rig.scene_with(config.limit(Some(limit as u64)));
     let user = meant(&rig.context, value);
     let hold = rig.hold(&user);
-    // SAFETY: nothing uses the blocks after their frees, and their first use on the default stream is the
-    // only one so far.
-    unsafe {
+    {
         let current = other.enter().unwrap();
         let owner = if recorded { a.raw() } else { handle(value) };
         let mut taken = Vec::new();
-        while let Ok(ptr) = allocator.allocate_raw(bytes, owner) {
+        while let Ok(ptr) = allocator.raw_allocate(bytes, owner) {
             taken.push(ptr);
         }
         assert_eq!(taken.len(), limit / bytes);
         rig.stamp(taken[0], bytes, 1, &user);
         for ptr in taken {
             if recorded {
-                allocator.record_use_raw(ptr, handle(value)).unwrap();
+                allocator.raw_record_use(ptr, handle(value)).unwrap();
             }
-            allocator.free_raw(ptr).unwrap();
+            allocator.raw_free(ptr).unwrap();
         }
         match then {
             Then::Nothing => {}
-            Then::Mark => allocator.mark_raw(handle(value)).unwrap(),
-            Then::Retire => allocator.retire_raw(handle(value)).unwrap(),
+            Then::Mark => allocator.raw_mark(handle(value)).unwrap(),
+            Then::Retire => allocator.raw_retire(handle(value)).unwrap(),
         }
         drop(current);
     }
-    let taken: Vec<_> = (0..limit / bytes)
-        .map(|_| allocator.allocate(bytes, &b).unwrap())
-        .collect();
+    let taken = allocator.allocate_blocks(limit / bytes, bytes, &b);
     for block in &taken {
         rig.stamp(block.ptr(), bytes, 2, &b);
     }
@@ -151,27 +135,6 @@ fn pass_on(rig: &Rig, other: &Context, value: usize, (bytes, recorded): (usize, 
     rig.settle(&b);
     assert_eq!(rig.mismatches(taken[0].ptr(), bytes, 2, &b), 0);
     rig.assert_clean();
-}
-
-/// Whether a call was refused because another context is current.
-fn is_refused<T: std::fmt::Debug>(
-    result: Result<T, Error>,
-    value: usize,
-    other: &Context,
-    ours: &Context,
-) {
-    match result {
-        Err(Error::WrongContext {
-            stream,
-            current,
-            expected,
-        }) => {
-            assert_eq!(stream, value);
-            assert_eq!(current, other.raw() as usize);
-            assert_eq!(expected, ours.raw() as usize);
-        }
-        result => panic!("{result:?}"),
-    }
 }
 
 /// A marker is recorded with the allocator's context current, whichever was; that one is current again afterwards.
@@ -199,8 +162,7 @@ fn a_marker_leaves_the_current_context_as_it_was() {
 #[test]
 fn d11_another_current_context_is_an_error_where_it_is_checked() {
     beside_another_context(|rig, other| {
-        let allocator = rig.checked_with(Config::new().context_checks(true));
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene_with(Config::new().context_checks(true));
         let foreign = Stream::new(other).unwrap();
         for bytes in [KIB, 12 * MIB] {
             let block = allocator.allocate(bytes, &a).unwrap();
@@ -212,40 +174,40 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
                         allocator.block_of(block.ptr()),
                     )
                 };
-                // SAFETY: special handles are always valid, the other streams are alive, and nothing uses
-                // the memory.
-                unsafe {
+                {
                     let ours = rig.context.enter().unwrap();
-                    let ptr = allocator.allocate_raw(bytes, special).unwrap();
+                    let ptr = allocator.raw_allocate(bytes, special).unwrap();
                     drop(ours);
-                    let without = without_context(rig, || allocator.allocate_raw(bytes, special));
-                    allocator.free_raw(without.unwrap()).unwrap();
+                    let without = without_context(rig, || allocator.raw_allocate(bytes, special));
+                    allocator.raw_free(without.unwrap()).unwrap();
                     let current = other.enter().unwrap();
                     let before = picture(&allocator);
+                    let expected = rig.context.raw() as usize;
                     let check = |result: Result<(), Error>| {
-                        is_refused(result, value, other, &rig.context);
+                        let named = (value, other.raw() as usize, expected);
+                        assert_matches!(result, Err(Error::WrongContext { stream, current, expected })
+                            if (stream, current, expected) == named);
                     };
-                    check(allocator.allocate_raw(bytes, special).map(drop));
+                    check(allocator.raw_allocate(bytes, special).map(drop));
                     let request = Request::new(bytes);
-                    check(allocator.allocate_raw_with(request, special).map(drop));
-                    check(allocator.record_stream_raw(block.ptr(), special));
-                    check(allocator.record_use_raw(block.ptr(), special));
-                    check(allocator.mark_raw(special));
-                    check(allocator.retire_raw(special));
+                    check(allocator.raw_allocate_with(request, special).map(drop));
+                    check(allocator.raw_record_stream(block.ptr(), special));
+                    check(allocator.raw_record_use(block.ptr(), special));
+                    check(allocator.raw_mark(special));
+                    check(allocator.raw_retire(special));
                     assert_eq!(picture(&allocator), before);
                     // A stream that is no default one says itself where it belongs.
-                    let own = allocator.allocate_raw(bytes, a.raw()).unwrap();
-                    allocator.free_raw(own).unwrap();
-                    let own = allocator.allocate_raw(bytes, foreign.raw()).unwrap();
-                    allocator.free_raw(own).unwrap();
+                    let own = allocator.raw_allocate(bytes, a.raw()).unwrap();
+                    allocator.raw_free(own).unwrap();
+                    let own = allocator.raw_allocate(bytes, foreign.raw()).unwrap();
+                    allocator.raw_free(own).unwrap();
                     // A free names no stream.
-                    allocator.free_raw(ptr).unwrap();
+                    allocator.raw_free(ptr).unwrap();
                     drop(current);
                 }
             }
         }
-        // SAFETY: the stream is alive.
-        unsafe { allocator.retire_raw(foreign.raw()) }.unwrap();
+        allocator.raw_retire(foreign.raw()).unwrap();
     });
 }
 
@@ -254,9 +216,9 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
 fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
     beside_another_context(|rig, other| {
         let allocator = rig.checked_with(Config::new().context_checks(false));
-        let theirs = Stream::legacy(other);
         for bytes in [KIB, MIB] {
-            for value in [0, 1] {
+            for value in HANDLES {
+                let theirs = meant(other, value);
                 let block = allocator.allocate(bytes, &theirs).unwrap();
                 assert_eq!(
                     allocator.block_of(block.ptr()).unwrap().stream,
@@ -265,30 +227,11 @@ fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
                 drop(block);
                 let own = Some(meant(&rig.context, value).id().unwrap());
                 for _ in 0..2 {
-                    // SAFETY: special handles are always valid, and nothing uses the memory.
-                    unsafe {
-                        let ptr = allocator.allocate_raw(bytes, handle(value)).unwrap();
-                        assert_eq!(allocator.block_of(ptr).unwrap().stream, own);
-                        allocator.free_raw(ptr).unwrap();
-                    }
+                    let ptr = allocator.raw_allocate(bytes, handle(value)).unwrap();
+                    assert_eq!(allocator.block_of(ptr).unwrap().stream, own);
+                    allocator.raw_free(ptr).unwrap();
                 }
             }
         }
-    });
-}
-
-/// D11: the default streams of another context are named by a `Stream` with that context.
-#[test]
-fn d11_default_streams_of_another_context_are_others() {
-    beside_another_context(|rig, other| {
-        let allocator = rig.checked();
-        for value in HANDLES {
-            let theirs = meant(other, value);
-            let block = allocator.allocate(12 * MIB, &theirs).unwrap();
-            let info = allocator.block_of(block.ptr()).unwrap();
-            assert_eq!(info.stream, Some(theirs.id().unwrap()));
-            drop(block);
-        }
-        allocator.synchronize().unwrap();
     });
 }

@@ -1,8 +1,7 @@
 //! Pages of small blocks: which stream has them, and who gets them next.
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Block, BlockState, Policy};
-use cualloc::driver::Stream;
+use crate::common::prelude::*;
+use cualloc::allocator::BlockState;
 
 /// Bytes of a page, and of a block that fills one.
 const PAGE: usize = 64 * KIB;
@@ -23,8 +22,7 @@ fn reserved(allocator: &Allocator) -> usize {
 #[test]
 fn held_back_blocks_come_before_more_memory() {
     only(Policy::Packed, |rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         // More than half of what is added at once, and less than a full batch.
         for _ in 0..4 {
@@ -37,9 +35,7 @@ fn held_back_blocks_come_before_more_memory() {
             assert_eq!(reserved(&allocator), STEP * PAGE);
         }
         // What the other stream has not come to the end of is held back still.
-        let kept: Vec<Block> = (0..STEP)
-            .map(|_| allocator.allocate(PAGE / 2, &a).unwrap())
-            .collect();
+        let kept: Vec<Block> = allocator.allocate_blocks(STEP, PAGE / 2, &a);
         let hold = rig.hold(&b);
         for block in &kept {
             block.record_stream(&b).unwrap();
@@ -57,8 +53,7 @@ fn held_back_blocks_come_before_more_memory() {
 #[test]
 fn r61_idle_pages_serve_other_streams() {
     only(Policy::Packed, |rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         drop(pages(&allocator, &a, 12));
         assert_eq!(reserved(&allocator), STEP * PAGE);
         // The other stream takes the rest, and finds the front of the first just as it was.
@@ -82,8 +77,7 @@ fn r61_idle_pages_serve_other_streams() {
 #[test]
 fn pages_in_use_stay_with_their_cache() {
     only(Policy::Packed, |rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         let taken = |blocks: &[Block]| -> Vec<u64> { blocks.iter().map(Block::ptr).collect() };
         let first = pages(&allocator, &a, 12);
         let mut places = taken(&first);
@@ -106,11 +100,8 @@ fn pages_in_use_stay_with_their_cache() {
 #[test]
 fn r61_a_quiet_front_gives_all_that_it_has() {
     only(Policy::Packed, |rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
-        let small: Vec<_> = (0..128)
-            .map(|_| allocator.allocate(512, &a).unwrap())
-            .collect();
+        let (allocator, [a, b]) = rig.scene();
+        let small: Vec<_> = allocator.allocate_blocks(128, 512, &a);
         drop(small);
         let kept = allocator.stats().cache_bytes;
         assert!(kept > 0, "nothing is kept as it was");
@@ -128,11 +119,8 @@ fn r61_a_quiet_front_gives_all_that_it_has() {
 #[test]
 fn returned_blocks_merge() {
     only(Policy::Packed, |rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
-        let blocks: Vec<_> = (0..PAGE / 512)
-            .map(|_| allocator.allocate(512, &a).unwrap())
-            .collect();
+        let (allocator, [a, b]) = rig.scene();
+        let blocks: Vec<_> = allocator.allocate_blocks(PAGE / 512, 512, &a);
         let page = blocks.iter().map(Block::ptr).min();
         for block in &blocks {
             block.record_stream(&b).unwrap();
@@ -155,13 +143,10 @@ fn returned_blocks_merge() {
 #[test]
 fn returned_blocks_are_shown_free() {
     only(Policy::Packed, |rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(512, &b).unwrap());
         // As many as a stream cache gives to the heap at once.
-        let blocks: Vec<_> = (0..512)
-            .map(|_| allocator.allocate(512, &a).unwrap())
-            .collect();
+        let blocks: Vec<_> = allocator.allocate_blocks(512, 512, &a);
         for block in &blocks {
             block.record_stream(&b).unwrap();
         }

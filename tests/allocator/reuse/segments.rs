@@ -1,9 +1,6 @@
 //! When segments of the classic policy are freed: once nobody uses them, whatever the freeing call waits for.
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Policy};
-use cualloc::driver::Stream;
-use cualloc::sim::SimConfig;
+use crate::common::prelude::*;
 
 const SEGMENT: usize = 30 * MIB;
 
@@ -26,8 +23,7 @@ fn used<'a>(rig: &'a Rig, allocator: &Allocator, stream: &Stream) -> Hold<'a> {
 #[test]
 fn s1_a_trim_leaves_segments_that_are_in_use() {
     classic(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked();
+        let (allocator, [a, b]) = rig.scene();
         let idle = allocator.allocate(SEGMENT, &b).unwrap();
         b.synchronize().unwrap();
         let busy = used(rig, &allocator, &a);
@@ -58,8 +54,7 @@ fn s1_a_trim_leaves_segments_that_are_in_use() {
 fn s1_a_segment_is_waited_for_before_it_makes_room() {
     classic(|rig| {
         for same in [true, false] {
-            let [a, b] = rig.streams();
-            let allocator = rig.checked_limit(SEGMENT + 8 * MIB);
+            let (allocator, [a, b]) = rig.scene_limit(SEGMENT + 8 * MIB);
             let _busy = used(rig, &allocator, &a);
             let stream = if same { &a } else { &b };
             let _next = allocator.allocate(SEGMENT + 4 * MIB, stream).unwrap();

@@ -1,14 +1,9 @@
 //! Streams that come and go, and handles that say little about a stream.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::mpsc;
 
 use super::two_devices;
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Config, Policy};
-use cualloc::driver::{Context, Stream, sys};
-use cualloc::sim::Simulator;
+use crate::common::prelude::*;
 
 const PER_THREAD: sys::CUstream = 2 as sys::CUstream;
 
@@ -25,40 +20,31 @@ fn r24_destroyed_streams_leave_their_memory() {
         ] {
             // Classic: one segment. Packed: as much.
             let limit = if bytes > MIB { bytes } else { 2 * MIB };
-            let allocator = rig.checked_limit(limit);
-            let a = rig.stream();
+            let (allocator, [a]) = rig.scene_limit(limit);
             let gone = RawStream::new(rig);
-            // SAFETY: the stream is alive, and retired before it is destroyed; or its memory is
-            // what is tested.
-            unsafe {
-                let mut freed = Vec::new();
-                while let Ok(ptr) = allocator.allocate_raw(bytes, gone.raw()) {
-                    freed.push(ptr);
-                }
-                assert!(freed.len() == limit / bytes, "{}", freed.len());
-                let borrowed = gone.borrowed();
-                rig.stamp(freed[0], bytes, 1, &borrowed);
-                for ptr in freed {
-                    allocator.free_raw(ptr).unwrap();
-                }
-                if retire {
-                    allocator.retire_raw(gone.raw()).unwrap();
-                }
+            let mut freed = Vec::new();
+            while let Ok(ptr) = allocator.raw_allocate(bytes, gone.raw()) {
+                freed.push(ptr);
+            }
+            assert!(freed.len() == limit / bytes, "{}", freed.len());
+            let borrowed = gone.borrowed();
+            rig.stamp(freed[0], bytes, 1, &borrowed);
+            for ptr in freed {
+                allocator.raw_free(ptr).unwrap();
+            }
+            if retire {
+                allocator.raw_retire(gone.raw()).unwrap();
             }
             gone.destroy();
-            let mut mine = Vec::new();
-            for _ in 0..limit / bytes {
-                let block = allocator.allocate(bytes, &a).unwrap();
+            let mine = allocator.allocate_blocks(limit / bytes, bytes, &a);
+            for block in &mine {
                 rig.stamp(block.ptr(), bytes, 2, &a);
-                mine.push(block);
             }
             let stats = allocator.stats();
             assert_eq!(stats.all.reserved.peak, limit as u64);
             if retire {
                 assert_eq!(stats.reclaim.synchronised, 0, "a marker was there");
             }
-            drop(mine);
-            rig.assert_clean();
         }
     });
 }
@@ -99,15 +85,11 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
         let old = RawStream::new(rig);
         let handle = old.raw();
         let held = old.borrowed();
-        // SAFETY: alive, and retired before it is destroyed.
-        let ptr = unsafe { allocator.allocate_raw(BLOCK, handle) }.unwrap();
+        let ptr = allocator.raw_allocate(BLOCK, handle).unwrap();
         let hold = rig.hold(&held);
         rig.stamp(ptr, BLOCK, 1, &held);
-        // SAFETY: as above; the block's only owner.
-        unsafe {
-            allocator.free_raw(ptr).unwrap();
-            allocator.retire_raw(handle).unwrap();
-        }
+        allocator.raw_free(ptr).unwrap();
+        allocator.raw_retire(handle).unwrap();
         drop(held);
         old.destroy();
         let new = RawStream::new(rig);
@@ -116,8 +98,7 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
             eprintln!("SKIPPED: the driver gave another handle");
             hold.release();
         } else {
-            // SAFETY: alive, and retired before it is destroyed.
-            let again = unsafe { allocator.allocate_raw(BLOCK, new.raw()) }.unwrap();
+            let again = allocator.raw_allocate(BLOCK, new.raw()).unwrap();
             let stream = new.borrowed();
             rig.stamp(again, BLOCK, 2, &stream);
             if again == ptr {
@@ -125,11 +106,8 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
             }
             hold.release();
             assert_eq!(rig.mismatches(again, BLOCK, 2, &stream), 0);
-            // SAFETY: as above.
-            unsafe {
-                allocator.free_raw(again).unwrap();
-                allocator.retire_raw(new.raw()).unwrap();
-            }
+            allocator.raw_free(again).unwrap();
+            allocator.raw_retire(new.raw()).unwrap();
         }
         new.destroy();
     });
@@ -142,38 +120,32 @@ fn r26_per_thread_streams_are_told_apart() {
         for bytes in [4 * KIB, 12 * MIB] {
             let allocator = rig.checked();
             let mine = Stream::per_thread(&rig.context);
-            // SAFETY: a special handle.
-            let ptr = unsafe { allocator.allocate_raw(bytes, PER_THREAD) }.unwrap();
+            let ptr = allocator.raw_allocate(bytes, PER_THREAD).unwrap();
             let hold = rig.hold(&mine);
             rig.stamp(ptr, bytes, 1, &mine);
-            // SAFETY: the block's only owner.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
             let (other, done) = std::thread::scope(|scope| {
                 let thread = scope.spawn(|| {
                     let context = allocator.context().clone();
                     let stream = Stream::per_thread(&context);
-                    // SAFETY: a special handle; the block is live.
-                    let ptr = unsafe { allocator.allocate_raw(bytes, PER_THREAD) }.unwrap();
+                    let ptr = allocator.raw_allocate(bytes, PER_THREAD).unwrap();
                     let entered = context.enter().unwrap();
                     // SAFETY: as above.
                     unsafe { entered.memset_d32(ptr, 2, bytes / 4, PER_THREAD) }.unwrap();
                     let done = stream.is_complete().unwrap();
-                    // SAFETY: as above.
-                    unsafe { allocator.free_raw(ptr) }.unwrap();
+                    allocator.raw_free(ptr).unwrap();
                     (ptr, done)
                 });
                 thread.join().unwrap()
             });
             assert!(other != ptr || !done, "the same address without a wait");
             let waits = allocator.stats().stream_waits;
-            // SAFETY: a special handle.
-            let again = unsafe { allocator.allocate_raw(bytes, PER_THREAD) }.unwrap();
+            let again = allocator.raw_allocate(bytes, PER_THREAD).unwrap();
             // What the other thread used may be complete by now, and at a lower address.
             assert!(again == ptr || again == other, "{bytes}: new memory");
             let stats = allocator.stats();
             assert_eq!(stats.stream_waits, waits, "the own stream needs no wait");
-            // SAFETY: the block's only owner.
-            unsafe { allocator.free_raw(again) }.unwrap();
+            allocator.raw_free(again).unwrap();
             hold.release();
         }
     });
@@ -190,13 +162,9 @@ fn r27_per_thread_markers_belong_to_the_right_device() {
         let other = Stream::new(second).unwrap();
         drop(allocator.allocate(512, &other).unwrap());
         let first = rig.context.enter().unwrap();
-        let ptrs = [0, 1].map(|_| {
-            // SAFETY: a special handle.
-            unsafe { allocator.allocate_raw(BLOCK, PER_THREAD) }.unwrap()
-        });
+        let ptrs = [0, 1].map(|_| allocator.raw_allocate(BLOCK, PER_THREAD).unwrap());
         for ptr in ptrs {
-            // SAFETY: the block's only owner.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
         }
         let stats = allocator.stats();
         assert!(stats.markers > 0, "nothing was recorded");
@@ -287,30 +255,18 @@ fn ends_behind_the_free(
     rig.assert_clean();
 }
 
+/// What a free asks of its stream: under a debug mode about captures, and to wait for it.
 #[test]
-fn r24_retirement_waits_for_who_marks_the_stream() {
+fn r24_the_end_of_a_stream_waits_for_a_free_that_calls_it() {
+    let close = |allocator: &Allocator, _: &Stream| allocator.close();
+    ends_behind_the_free("cuEventRecord", Config::new(), close);
     ends_behind_the_free("cuEventRecord", Config::new(), Allocator::retire);
-}
-
-#[test]
-fn r24_retirement_waits_for_who_asks_the_stream() {
     let checked = Config::new().capture_checks(true);
     ends_behind_the_free("cuStreamIsCapturing", checked, Allocator::retire);
-}
-
-/// A free under a debug mode asks its streams about captures, and waits for them.
-#[test]
-fn r24_retirement_waits_for_frees_of_debug_modes() {
     for modes in ["guard", "poison", "quarantine:1M", "leaks"] {
         for call in ["cuStreamIsCapturing", "cuStreamSynchronize"] {
             let config = format!("debug={modes}").parse().unwrap();
             ends_behind_the_free(call, config, Allocator::retire);
         }
     }
-}
-
-#[test]
-fn r24_closing_waits_for_who_marks_a_stream() {
-    let close = |allocator: &Allocator, _: &Stream| allocator.close();
-    ends_behind_the_free("cuEventRecord", Config::new(), close);
 }

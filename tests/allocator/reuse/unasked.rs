@@ -3,11 +3,7 @@
 
 use super::late::{BLOCK, covers_no_later_free};
 use super::waits;
-use crate::common::*;
-use cualloc::Error;
-use cualloc::allocator::{Allocator, Policy};
-use cualloc::driver::{Stream, sys};
-use cualloc::sim::FailPlan;
+use crate::common::prelude::*;
 
 /// More than are marked at once.
 const BATCHES: u64 = 600;
@@ -35,8 +31,7 @@ fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
 #[test]
 fn batches_that_nobody_asks_for_get_no_marker() {
     each(|rig| {
-        let allocator = rig.checked_limit(2 * BLOCK);
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_limit(2 * BLOCK);
         let block = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = block.ptr();
         drop(block);
@@ -61,8 +56,7 @@ fn near_the_limit_a_stream_is_asked_itself() {
     for near in [false, true] {
         only(Policy::Packed, |rig| {
             let limit = if near { BLOCK } else { 3 * BLOCK };
-            let allocator = rig.checked_limit(limit);
-            let [a, b] = rig.streams();
+            let (allocator, [a, b]) = rig.scene_limit(limit);
             drop(allocator.allocate(BLOCK, &a).unwrap());
             unasked(&allocator, &a, &b);
             let queries = rig.calls("cuStreamQuery");
@@ -75,45 +69,32 @@ fn near_the_limit_a_stream_is_asked_itself() {
     }
 }
 
-/// What a stream freed while it was alone is there for the first one that comes.
+/// What a stream freed while it was alone is there for the first one that comes, also from a later slot.
 #[test]
 fn what_a_lone_stream_freed_is_asked_for() {
     each(|rig| {
-        let allocator = rig.checked_limit(BLOCK);
-        let [a, b] = rig.streams();
-        let block = allocator.allocate(BLOCK, &a).unwrap();
-        let ptr = block.ptr();
-        rig.stamp(ptr, BLOCK, 1, &a);
-        drop(block);
-        a.synchronize().unwrap();
-        let before = (records(rig), waits(rig), rig.memory_calls());
-        let taken = allocator.allocate(BLOCK, &b).unwrap();
-        assert_eq!(taken.ptr(), ptr);
-        assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
-        let reclaim = allocator.stats().reclaim;
-        assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
-    });
-}
-
-/// The stream that was alone may have a later slot than the one that comes.
-#[test]
-fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
-    each(|rig| {
-        let allocator = rig.checked_limit(24 * MIB);
-        let [a, b, c] = rig.streams();
-        for stream in [&a, &b] {
-            drop(allocator.allocate(2 * MIB, stream).unwrap());
+        for later in [false, true] {
+            let (allocator, [first, a, b]) = rig.scene_limit(2 * BLOCK);
+            if later {
+                for stream in [&first, &a] {
+                    drop(allocator.allocate(2 * MIB, stream).unwrap());
+                }
+                allocator.retire(&first).unwrap();
+                allocator.trim(0).unwrap();
+                assert_eq!(allocator.stats().streams, 1);
+            }
+            let block = allocator.allocate(20 * MIB, &a).unwrap();
+            let ptr = block.ptr();
+            rig.stamp(ptr, BLOCK, 1, &a);
+            drop(block);
+            a.synchronize().unwrap();
+            let before = (records(rig), waits(rig), rig.memory_calls());
+            let taken = allocator.allocate(BLOCK, &b).unwrap();
+            assert_eq!(taken.ptr(), ptr);
+            assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
+            let reclaim = allocator.stats().reclaim;
+            assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
         }
-        allocator.retire(&a).unwrap();
-        allocator.trim(0).unwrap();
-        assert_eq!(allocator.stats().streams, 1);
-        let block = allocator.allocate(20 * MIB, &b).unwrap();
-        let ptr = block.ptr();
-        drop(block);
-        let taken = allocator.allocate(BLOCK, &c).unwrap();
-        assert_eq!(taken.ptr(), ptr);
-        let reclaim = allocator.stats().reclaim;
-        assert_eq!((reclaim.synchronised, reclaim.host_waits), (0, 0));
     });
 }
 
@@ -121,8 +102,7 @@ fn what_a_lone_stream_in_a_later_slot_freed_is_asked_for() {
 #[test]
 fn what_a_failed_request_saw_complete_is_free_for_others() {
     each(|rig| {
-        let allocator = rig.checked_limit(512 * MIB);
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_limit(512 * MIB);
         let small = 768 * KIB;
         let _kept = [512, 384 * MIB].map(|bytes| allocator.allocate(bytes, &b).unwrap());
         let block = allocator.allocate(small, &a).unwrap();
@@ -156,8 +136,7 @@ fn a_question_that_finds_the_context_lost_says_so() {
         drop(block);
         let code = sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
         sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
-        let error = allocator.allocate(BLOCK, &b).unwrap_err();
-        assert_matches!(error, Error::ContextLost(_));
+        assert_matches!(allocator.allocate(BLOCK, &b), Err(Error::ContextLost(_)));
         sim.clear_failures();
     });
 }
@@ -166,8 +145,7 @@ fn a_question_that_finds_the_context_lost_says_so() {
 #[test]
 fn a_busy_stream_is_marked_when_somebody_asks() {
     each(|rig| {
-        let allocator = rig.checked_limit(4 * BLOCK);
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_limit(4 * BLOCK);
         let early = allocator.allocate(BLOCK, &a).unwrap();
         let ptr = early.ptr();
         unasked(&allocator, &a, &b);
@@ -198,8 +176,7 @@ fn a_busy_stream_is_marked_when_somebody_asks() {
 #[test]
 fn streams_that_are_behind_are_marked_at_once() {
     each(|rig| {
-        let allocator = rig.checked_limit(4 * BLOCK);
-        let [a, b] = rig.streams();
+        let (allocator, [a, b]) = rig.scene_limit(4 * BLOCK);
         drop(allocator.allocate(512, &b).unwrap());
         let hold = rig.hold(&a);
         // More than are marked at once, and fewer than after which the other stream rests.

@@ -2,11 +2,7 @@
 
 use std::cell::Cell;
 
-use crate::common::*;
-use cualloc::allocator::{Allocator, Block, Policy, Request};
-use cualloc::driver::{Stream, sys};
-use cualloc::sim::FailPlan;
-use cualloc::{Config, Error};
+use crate::common::prelude::*;
 
 /// Where the block of the test lies before an aligned one.
 const HEAD: usize = 100 * KIB;

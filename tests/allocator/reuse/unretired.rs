@@ -1,9 +1,6 @@
 //! Raw streams whose owners destroy them without a word, where the program says so.
 
-use crate::common::*;
-use cualloc::allocator::{Config, Policy};
-use cualloc::driver::sys;
-use cualloc::sim::Mode;
+use crate::common::prelude::*;
 
 fn config() -> Config {
     Config::new().unretired_streams(true)
@@ -18,27 +15,22 @@ const SIZES: [usize; 5] = [KIB, 24 * KIB, 3 * MIB, 12 * MIB, 40 * MIB];
 fn blocks_are_freed_after_their_stream_is_gone() {
     each(|rig| {
         for checks in [false, true] {
-            let allocator = rig.checked_with(config().capture_checks(checks));
-            let other = rig.stream();
+            let (allocator, [other]) = rig.scene_with(config().capture_checks(checks));
             for _ in 0..3 {
                 let (stream, reader) = (RawStream::new(rig), RawStream::new(rig));
                 let mut kept = Vec::new();
                 for at in 0..60 {
-                    // SAFETY: the streams are alive, and get nothing to do with the memory.
-                    unsafe {
-                        let ptr = allocator.allocate_raw(SIZES[at % 5], stream.raw());
-                        let ptr = ptr.unwrap();
-                        if at % 3 == 0 {
-                            allocator.record_stream_raw(ptr, reader.raw()).unwrap();
-                        }
-                        kept.push(ptr);
+                    let ptr = allocator.raw_allocate(SIZES[at % 5], stream.raw());
+                    let ptr = ptr.unwrap();
+                    if at % 3 == 0 {
+                        allocator.raw_record_stream(ptr, reader.raw()).unwrap();
                     }
+                    kept.push(ptr);
                 }
                 stream.destroy();
                 reader.destroy();
                 for ptr in kept {
-                    // SAFETY: nothing uses the memory.
-                    unsafe { allocator.free_raw(ptr) }.unwrap();
+                    allocator.raw_free(ptr).unwrap();
                 }
                 for at in 0..1000 {
                     drop(allocator.allocate(SIZES[at % 3], &other).unwrap());
@@ -62,15 +54,13 @@ fn memory_of_a_stream_that_is_gone_waits_for_its_work() {
             let allocator = rig.checked_with(config().limit(Some(16 * MIB as u64)));
             let (stream, other) = (RawStream::new(rig), rig.stream());
             sim.set_mode(Mode::Manual);
-            // SAFETY: the stream is alive; what uses the memory was submitted before its free.
-            let ptr = unsafe {
-                let ptr = allocator.allocate_raw(bytes, stream.raw()).unwrap();
+            let ptr = {
+                let ptr = allocator.raw_allocate(bytes, stream.raw()).unwrap();
                 rig.stamp(ptr, bytes, 1, &stream.borrowed());
                 ptr
             };
             stream.destroy();
-            // SAFETY: as above.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
             let block = allocator.allocate(12 * MIB, &other).unwrap();
             rig.stamp(block.ptr(), 12 * MIB, 2, &other);
             sim.complete_all();
@@ -87,11 +77,9 @@ fn a_stream_that_is_named_again_is_marked_then() {
         let allocator = rig.checked_with(config());
         let (stream, other) = (RawStream::new(rig), rig.stream());
         drop(allocator.allocate(KIB, &other).unwrap());
-        // SAFETY: the stream is alive, and nothing uses the memory.
-        let allocate = |bytes| unsafe { allocator.allocate_raw(bytes, stream.raw()) }.unwrap();
+        let allocate = |bytes| allocator.raw_allocate(bytes, stream.raw()).unwrap();
         let free = |ptr: sys::CUdeviceptr| {
-            // SAFETY: nothing uses the memory.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
         };
         let large = allocate(40 * MIB);
         let kept = allocate(50 * MIB);
@@ -113,9 +101,7 @@ fn a_stream_that_is_named_again_is_marked_then() {
         assert_eq!(rig.calls("cuCtxSynchronize"), waits);
         free(next);
         free(kept);
-        // SAFETY: the stream is alive, and gets no more work.
-        unsafe { allocator.retire_raw(stream.raw()) }.unwrap();
-        stream.destroy();
+        stream.retire(&allocator);
     });
 }
 
@@ -123,15 +109,12 @@ fn a_stream_that_is_named_again_is_marked_then() {
 #[test]
 fn streams_that_come_and_go_leave_their_memory() {
     each_simulated(|rig, _| {
-        let allocator = rig.checked_with(config());
-        let other = rig.stream();
+        let (allocator, [other]) = rig.scene_with(config());
         for _ in 0..100 {
             let stream = RawStream::new(rig);
-            // SAFETY: the stream is alive, and nothing uses the memory.
-            let ptr = unsafe { allocator.allocate_raw(40 * MIB, stream.raw()) }.unwrap();
+            let ptr = allocator.raw_allocate(40 * MIB, stream.raw()).unwrap();
             stream.destroy();
-            // SAFETY: as above.
-            unsafe { allocator.free_raw(ptr) }.unwrap();
+            allocator.raw_free(ptr).unwrap();
             drop(allocator.allocate(20 * MIB, &other).unwrap());
         }
         let peak = allocator.stats().all.reserved.peak;

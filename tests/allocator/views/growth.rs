@@ -1,22 +1,8 @@
 //! When memory is taken from the driver rather than stitched, and in what handles.
 
-use super::{PART, TWO, packed, view_of};
-use crate::common::*;
-use cualloc::Block;
-use cualloc::allocator::{Allocator, Config, Policy, Regime, Request, Scarcity};
-use cualloc::driver::Stream;
-use cualloc::sim::SimConfig;
-
-/// `pieces` blocks of `bytes` live, with as many free ones between them.
-fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> Vec<Block> {
-    let mut kept = Vec::new();
-    let mut freed = Vec::new();
-    for _ in 0..pieces {
-        kept.push(allocator.allocate(bytes, stream).unwrap());
-        freed.push(allocator.allocate(bytes, stream).unwrap());
-    }
-    kept
-}
+use super::{PART, TWO, packed, rows, view_of};
+use crate::common::prelude::*;
+use cualloc::allocator::{Regime, Scarcity};
 
 /// Growth stops at the soft cap while stitching helps: 16 MiB above the peak of what was live, or
 /// one part in a hundred of that, where memory is scarce.
@@ -128,10 +114,7 @@ fn plentiful_memory_grows_ahead_of_requests() {
 #[test]
 fn a_failed_request_does_not_raise_the_soft_cap() {
     let device = SimConfig::with_devices(1, 4 << 30);
-    only_on(Policy::Packed, device, |rig| {
-        if rig.sim().is_none() {
-            return;
-        }
+    only_simulated_on(Policy::Packed, device, |rig, _| {
         let (allocator, [a, b]) = rig.scene();
         let live = [&a, &b].map(|stream| allocator.allocate(GIB, stream).unwrap());
         let error = allocator.allocate(3 * GIB, &a).unwrap_err();
@@ -154,13 +137,8 @@ fn a_failed_request_does_not_raise_the_soft_cap() {
 #[test]
 fn a_stitch_takes_what_the_other_arena_gave_back() {
     let full = SimConfig::with_devices(1, 22 << 20);
-    only_on(Policy::Packed, full, |rig| {
-        // A device of 22 MiB.
-        if rig.sim().is_none() {
-            return;
-        }
-        let allocator = rig.checked_with(Config::new().headroom(0));
-        let a = rig.stream();
+    only_simulated_on(Policy::Packed, full, |rig, _| {
+        let (allocator, [a]) = rig.scene_with(Config::new().headroom(0));
         let _kept = rows(&allocator, &a, 2, PART);
         drop(allocator.allocate(KIB, &a).unwrap());
         assert_eq!(
@@ -177,16 +155,13 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
     });
 }
 
-/// Blocks of so many KiB in a row, and which of them are live in the end.
-fn row(allocator: &Allocator, stream: &Stream, sizes: &[(usize, bool)]) -> Vec<(usize, Block)> {
-    let blocks = sizes.iter().map(|(kib, live)| {
-        let block = allocator.allocate(kib * KIB, stream).unwrap();
-        (*live, (*kib, block))
-    });
-    let all: Vec<_> = blocks.collect();
+/// Blocks of so many KiB in a row, of which some are freed in the end.
+fn row(allocator: &Allocator, stream: &Stream, sizes: &[usize], freed: &[usize]) -> Vec<Block> {
+    let allocate = |kib: &usize| allocator.allocate(kib * KIB, stream).unwrap();
+    let mut blocks: Vec<Block> = sizes.iter().map(allocate).collect();
     stream.synchronize().unwrap();
-    let live = all.into_iter().filter(|(live, _)| *live);
-    live.map(|(_, block)| block).collect()
+    freed.iter().rev().for_each(|at| drop(blocks.remove(*at)));
+    blocks
 }
 
 /// At the limit the last handle that a stitch lacks is made before it, so that an open tail, the longest
@@ -199,21 +174,10 @@ fn a_stitch_lies_between_open_ends_at_the_limit() {
         let allocator = rig.checked_limit(limit);
         // Free are: half a MiB and three whole handles, a tail of 1.5 MiB, a whole handle and half of
         // the next.
-        let kept = row(
-            &allocator,
-            &a,
-            &[
-                (1536, true),
-                (6656, false),
-                (2560, true),
-                (1536, false),
-                (2048, true),
-                (3072, false),
-                (3072, true),
-            ],
-        );
-        for (word, (kib, block)) in (1..).zip(&kept) {
-            rig.stamp(block.ptr(), kib * KIB, word, &a);
+        let sizes = [1536, 6656, 2560, 1536, 2048, 3072, 3072];
+        let kept = row(&allocator, &a, &sizes, &[1, 3, 5]);
+        for (word, block) in (1..).zip(&kept) {
+            rig.stamp(block.ptr(), block.requested(), word, &a);
         }
         assert_eq!(
             allocator.stats().all.reserved.current,
@@ -226,40 +190,35 @@ fn a_stitch_lies_between_open_ends_at_the_limit() {
         let stats = allocator.stats();
         assert_eq!(stats.all.reserved.current, limit as u64);
         assert_eq!((stats.reclaim.stitched, stats.reclaim.released), (1, 0));
-        for (word, (kib, kept)) in (1..).zip(&kept) {
-            assert_eq!(rig.mismatches(kept.ptr(), kib * KIB, word, &a), 0);
+        for (word, kept) in (1..).zip(&kept) {
+            assert_eq!(rig.mismatches(kept.ptr(), kept.requested(), word, &a), 0);
         }
         assert_eq!(rig.mismatches(block.ptr(), bytes, 9, &a), 0);
-        allocator.check().unwrap();
     });
 }
 
-/// Near the limit what is too small for a stitch leaves handles whole for others, and lies where the
-/// memory is in pieces already.
+/// Near the limit what is too small for a stitch leaves handles whole for others, and lies where the memory is in pieces
+/// already; with room left, and of a lone stream, it lies at the best fit.
 #[test]
 fn small_requests_spare_whole_handles_near_the_limit() {
     packed(|rig| {
-        for (limit, spared) in [(14 * MIB, true), (GIB, false)] {
-            let [a, b] = rig.streams();
-            let allocator = rig.checked_limit(limit);
-            let _other = allocator.allocate(100, &b).unwrap();
+        for (limit, alone, align) in [
+            (14 * MIB, false, 1),
+            (GIB, false, 1),
+            (14 * MIB, true, 1),
+            (14 * MIB, true, 1024),
+        ] {
+            let (allocator, [a, b]) = rig.scene_limit(limit);
+            let other = if alone { &a } else { &b };
+            let _other = allocator.allocate(100, other).unwrap();
             // Free are: one whole handle, and 1.5 MiB on both sides of a border.
-            let kept = row(
-                &allocator,
-                &a,
-                &[
-                    (2048, true),
-                    (2048, false),
-                    (2560, true),
-                    (3072, false),
-                    (2560, true),
-                ],
-            );
-            let (_, before) = &kept[0];
-            let block = allocator.allocate(MIB, &a).unwrap();
-            let at = block.ptr() - before.ptr();
-            assert_eq!(at, if spared { 6 * MIB + MIB / 2 } else { 2 * MIB } as u64);
-            allocator.check().unwrap();
+            let sizes = [2048, 2048, 2560, 3072, 2560];
+            let kept = row(&allocator, &a, &sizes, &[1, 3]);
+            let request = Request::new(MIB).align(align);
+            let block = allocator.allocate_with(request, &a).unwrap();
+            let spared = limit < GIB && !alone;
+            let at = if spared { 6 * MIB + MIB / 2 } else { 2 * MIB };
+            assert_eq!(block.ptr() - kept[0].ptr(), at as u64);
         }
     });
 }
@@ -269,8 +228,7 @@ fn small_requests_spare_whole_handles_near_the_limit() {
 #[test]
 fn r61_a_stitch_at_the_limit_goes_behind_waits() {
     packed(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = rig.checked_limit(24 * MIB);
+        let (allocator, [a, b]) = rig.scene_limit(24 * MIB);
         let _other = allocator.allocate(100, &b).unwrap();
         // The tail is the fourth.
         let streams = [&a, &a, &a, &b, &a, &a, &a];
@@ -297,34 +255,6 @@ fn r61_a_stitch_at_the_limit_goes_behind_waits() {
     });
 }
 
-/// A lone stream's small requests lie at the best fit, whichever way they take.
-#[test]
-fn small_requests_of_a_lone_stream_spare_nothing() {
-    packed(|rig| {
-        let a = rig.stream();
-        let allocator = rig.checked_limit(14 * MIB);
-        let _other = allocator.allocate(100, &a).unwrap();
-        let kept = row(
-            &allocator,
-            &a,
-            &[
-                (2048, true),
-                (2048, false),
-                (2560, true),
-                (3072, false),
-                (2560, true),
-            ],
-        );
-        let first = kept[0].1.ptr();
-        for align in [1, 1024] {
-            let block = allocator
-                .allocate_with(Request::new(MIB).align(align), &a)
-                .unwrap();
-            assert_eq!(block.ptr() - first, (2 * MIB) as u64);
-        }
-    });
-}
-
 /// The driver refuses what a stitch brings along; what is released then makes room for it.
 #[test]
 fn a_refused_stitch_is_tried_again_after_a_release() {
@@ -334,8 +264,7 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
     const FRONT: usize = 9 * MIB;
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
-        let allocator = rig.checked_with(Config::new().headroom(0));
-        let a = rig.stream();
+        let (allocator, [a]) = rig.scene_with(Config::new().headroom(0));
         let _kept = rows(&allocator, &a, PIECES, PART);
         allocator.trim(u64::MAX).unwrap();
         drop(allocator.allocate(VIEW, &a).unwrap());
@@ -347,9 +276,7 @@ fn a_refused_stitch_is_tried_again_after_a_release() {
         parts.sort_by_key(Block::ptr);
         drop(parts.drain(..3));
         // One handle more of small blocks than is needed.
-        let mut small: Vec<Block> = (0..33)
-            .map(|_| allocator.allocate(64 * KIB, &a).unwrap())
-            .collect();
+        let mut small: Vec<Block> = allocator.allocate_blocks(33, 64 * KIB, &a);
         drop(small.drain(1..));
         allocator.trim(u64::MAX).unwrap();
         allocator.synchronize().unwrap();

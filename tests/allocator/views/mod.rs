@@ -13,10 +13,8 @@ mod order;
 mod running_kernel;
 mod share;
 
-use crate::common::*;
-use cualloc::Block;
-use cualloc::allocator::{Allocator, BlockInfo, BlockState, Policy, SegmentInfo};
-use cualloc::driver::Stream;
+use crate::common::prelude::*;
+use cualloc::allocator::{BlockInfo, BlockState, SegmentInfo};
 
 /// Two and a half handles of 2 MiB.
 const PART: usize = 5 * MIB;
@@ -27,41 +25,61 @@ fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);
 }
 
-/// Every second part, live, with contents that nobody may change.
-struct Kept {
+/// Every second part, live, with contents that nobody may change: they are looked at in the end.
+struct Kept<'a> {
+    rig: &'a Rig,
     blocks: Vec<Block>,
     stream: Stream,
 }
 
-impl Kept {
-    fn assert_intact(&self, rig: &Rig) {
+impl Kept<'_> {
+    fn assert_intact(&self) {
         for (word, block) in (1000..).zip(&self.blocks) {
             let bytes = block.requested();
-            assert_eq!(rig.mismatches(block.ptr(), bytes, word, &self.stream), 0);
+            let wrong = self.rig.mismatches(block.ptr(), bytes, word, &self.stream);
+            assert_eq!(wrong, 0);
+        }
+    }
+}
+
+impl Drop for Kept<'_> {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.assert_intact();
         }
     }
 }
 
 /// An allocator whose limit is filled: `pieces` free parts lie between as many live ones.
-fn scattered(rig: &Rig, pieces: usize, stream: &Stream) -> (Allocator, Kept) {
-    let allocator = rig.limited(2 * pieces * PART);
-    let mut kept = Vec::new();
-    let mut freed = Vec::new();
-    for word in 0..pieces as u32 {
-        let block = allocator.allocate(PART, stream).unwrap();
-        rig.stamp(block.ptr(), PART, 1000 + word, stream);
-        kept.push(block);
-        freed.push(allocator.allocate(PART, stream).unwrap());
+fn scattered<'a>(rig: &'a Rig, pieces: usize, stream: &Stream) -> (Checked<'a>, Kept<'a>) {
+    let allocator = rig.checked_limit(2 * pieces * PART);
+    let blocks = rows(&allocator, stream, pieces, PART);
+    for (word, block) in (1000..).zip(&blocks) {
+        rig.stamp(block.ptr(), PART, word, stream);
     }
     stream.synchronize().unwrap();
-    drop(freed);
-    assert_eq!(
-        allocator.stats().all.reserved.current,
-        (2 * pieces * PART) as u64
-    );
+    let held = allocator.stats().all.reserved.current;
+    assert_eq!(held, (2 * pieces * PART) as u64);
     let stream = stream.clone();
-    let blocks = kept;
-    (allocator, Kept { blocks, stream })
+    (
+        allocator,
+        Kept {
+            rig,
+            blocks,
+            stream,
+        },
+    )
+}
+
+/// `pieces` blocks of `bytes` live, with as many free ones between them.
+fn rows(allocator: &Allocator, stream: &Stream, pieces: usize, bytes: usize) -> Vec<Block> {
+    let mut kept = Vec::new();
+    let mut freed = Vec::new();
+    for _ in 0..pieces {
+        kept.push(allocator.allocate(bytes, stream).unwrap());
+        freed.push(allocator.allocate(bytes, stream).unwrap());
+    }
+    kept
 }
 
 /// The base of the view that a live block lies in.

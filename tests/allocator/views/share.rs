@@ -4,10 +4,9 @@
 use std::os::fd::AsFd;
 
 use super::{TWO, packed, scattered, view_of};
-use crate::common::*;
-use cualloc::allocator::{Allocator, PhysicalSegment};
-use cualloc::driver::{Feature, sys};
-use cualloc::{Block, driver::Stream};
+use crate::common::prelude::*;
+use cualloc::allocator::PhysicalSegment;
+use cualloc::driver::Feature;
 
 /// Imports the handle of a segment, maps it elsewhere, and compares what is read there.
 fn read_elsewhere(rig: &Rig, segment: &PhysicalSegment, word: u32, stream: &Stream) {
@@ -85,16 +84,12 @@ fn r18_every_handle_of_a_range_is_listed_and_shared() {
             shared(rig, &allocator, &block, &stream) >= 5,
             "two and a half handles twice"
         );
-        kept.assert_intact(rig);
-        drop((block, kept));
-        rig.close(&allocator);
+        drop((block, kept, allocator));
 
-        let allocator = rig.allocator();
+        let allocator = rig.checked();
         let _before = allocator.allocate(3 * MIB + 512, &stream).unwrap();
         let [home, small] = [100 * MIB, 4096].map(|b| allocator.allocate(b, &stream).unwrap());
         assert!(shared(rig, &allocator, &home, &stream) > 1);
         assert_eq!(shared(rig, &allocator, &small, &stream), 1);
-        drop((_before, home, small));
-        rig.close(&allocator);
     });
 }

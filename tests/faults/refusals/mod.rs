@@ -10,20 +10,15 @@ mod programs;
 use std::error::Error;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use cualloc::driver::{Context, Driver, sys};
-use cualloc::sim::{Leaks, Mode, SimConfig, Simulator};
-use cualloc::{Allocator, Config, Policy};
-use std::sync::Arc;
+use cualloc::sim::Leaks;
 
 use crate::Fault;
-use crate::common::lost;
+use crate::common::prelude::*;
 
 pub type Outcome = Result<(), Box<dyn Error>>;
 
-pub struct Program {
-    pub name: &'static str,
-    pub run: fn(&World) -> Outcome,
-}
+/// Its name, and what it does.
+pub type Program = (&'static str, fn(&World) -> Outcome);
 
 /// Where a program runs. What it makes it also drops.
 pub struct World {
@@ -143,7 +138,7 @@ fn once(program: &Program, mode: Mode, (name, nth): (Option<&str>, u64), fault: 
     world.sim.record_log(true);
     world.sim.fail(fault.plan(name, nth));
     let result = catch_unwind(AssertUnwindSafe(|| {
-        let result = (program.run)(&world);
+        let result = (program.1)(&world);
         canary(&world);
         result
     }));
@@ -159,14 +154,14 @@ fn once(program: &Program, mode: Mode, (name, nth): (Option<&str>, u64), fault: 
     let hit: Vec<&str> = hit.map(|entry| entry.call).take(3).collect();
     let at = format!(
         "{} ({mode:?}), call {nth} of {} fails {fault} ({})",
-        program.name,
+        program.0,
         name.unwrap_or("any"),
         hit.join(", ")
     );
     match (result, reached) {
         (Err(_), _) => Run::Faulty(Err(format!("{at}: panicked"))),
         (Ok(result), true) => Run::Faulty(judge_fault(program, world, result, &at, fault, &hit)),
-        (Ok(result), false) => Run::Whole(judge_whole(world, result, program.name)),
+        (Ok(result), false) => Run::Whole(judge_whole(world, result, program.0)),
     }
 }
 
@@ -201,7 +196,7 @@ fn judge_fault(
         return Ok(());
     }
     let again = format!("{at}, again");
-    (program.run)(&world).map_err(|e| format!("{again}: {}", crate::common::chain(&*e)))?;
+    (program.1)(&world).map_err(|e| format!("{again}: {}", crate::common::chain(&*e)))?;
     world.judge(&again)?;
     if fault.times > 1 {
         return Ok(());

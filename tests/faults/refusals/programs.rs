@@ -1,11 +1,8 @@
 //! What is run with faults.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use cualloc::Tag;
 
-use cualloc::driver::{Context, Stream};
+use cualloc::PinnedBuffer;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Dlpack, Peer, Tensor};
 use cualloc::pool::{
@@ -14,78 +11,28 @@ use cualloc::pool::{
 use cualloc::resource::{
     Access, AccessOrdered, Budget, CudaMemory, Launch, MemoryResource, Relief, StreamPool,
 };
-use cualloc::sim::Mode;
 use cualloc::trace::{Replay, Trace};
-use cualloc::{DeviceBuffer, PinnedBuffer, Request};
 
 use super::{Outcome, Program, World};
-use crate::common::{column, ordered, set, values};
+use crate::common::prelude::*;
 
 pub const PROGRAMS: &[Program] = &[
-    Program {
-        name: "buffers",
-        run: buffers,
-    },
-    Program {
-        name: "columns",
-        run: columns,
-    },
-    Program {
-        name: "columns of a resource",
-        run: resource_columns,
-    },
-    Program {
-        name: "exchange",
-        run: exchange,
-    },
-    Program {
-        name: "pinned pool",
-        run: pinned,
-    },
-    Program {
-        name: "driver's pool",
-        run: native,
-    },
-    Program {
-        name: "workspaces",
-        run: workspaces,
-    },
-    Program {
-        name: "typed pool",
-        run: typed,
-    },
-    Program {
-        name: "threshold pool",
-        run: threshold,
-    },
-    Program {
-        name: "direct resource",
-        run: direct,
-    },
-    Program {
-        name: "async resource",
-        run: asynchronous,
-    },
-    Program {
-        name: "driver's pool as resource",
-        run: native_resource,
-    },
-    Program {
-        name: "adaptors",
-        run: adaptors,
-    },
-    Program {
-        name: "manager",
-        run: manager,
-    },
-    Program {
-        name: "streams and events",
-        run: streams,
-    },
-    Program {
-        name: "replay",
-        run: replay,
-    },
+    ("buffers", buffers),
+    ("columns", columns),
+    ("columns of a resource", resource_columns),
+    ("exchange", exchange),
+    ("pinned pool", pinned),
+    ("driver's pool", native),
+    ("workspaces", workspaces),
+    ("typed pool", typed),
+    ("threshold pool", threshold),
+    ("direct resource", direct),
+    ("async resource", asynchronous),
+    ("driver's pool as resource", native_resource),
+    ("adaptors", adaptors),
+    ("manager", manager),
+    ("streams and events", streams),
+    ("replay", replay),
 ];
 
 const T: Tag = Tag::new("test");

@@ -1,17 +1,13 @@
 //! Memory that is lent, comes back, or goes back, is as large as it was, and nobody's work is left behind.
 
-use std::sync::Arc;
-
 use super::World;
-use crate::common::ordered;
-use cualloc::driver::{Stream, sys};
+use crate::common::prelude::*;
+use cualloc::PinnedBuffer;
 use cualloc::error::InvalidArgument;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Peer, Schema, Table, Tensor};
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool};
 use cualloc::resource::{AccessOrdered, CudaMemory, Launch, MemoryResource};
-use cualloc::sim::{FailPlan, Mode};
-use cualloc::{DeviceBuffer, Error, PinnedBuffer, Request};
 
 /// D10: an export has no more rows than its column, whatever a table's columns were exchanged for.
 #[test]
@@ -47,8 +43,6 @@ fn d10_tables_export_no_more_rows_than_their_columns_have() {
         back.as_slice::<u32>().unwrap().to_vec().unwrap(),
         vec![0; 1 << 18]
     );
-    drop(back);
-    world.clean();
 }
 
 /// D2: a source that waits instead of tracking waits for the context of a block's own stream, too, however
@@ -69,7 +63,6 @@ fn d2_memory_without_tracking_outlives_work_of_its_streams_context() {
         let reports = world.sim.take_reports();
         assert!(reports.is_empty(), "{}", reports[0]);
     }
-    world.clean();
 }
 
 /// D10: the last release waits for the contexts of consumers whose streams are not tracked.
@@ -102,7 +95,6 @@ fn d10_the_last_release_waits_for_the_consumers_contexts() {
         drop(refused);
         assert!(theirs.is_complete().unwrap(), "{consumer:?}");
     }
-    world.clean();
 }
 
 /// D2: what only a handle could tell is not asked on a thread where the handle means another stream.
@@ -152,8 +144,6 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
             .iter()
             .all(|op| !op.kind.contains("Memset"))
     );
-    drop(buffer);
-    world.clean();
 }
 
 /// D2: each of very many resources that keep an order is known apart.
@@ -170,7 +160,6 @@ fn d2_no_block_goes_back_past_the_last_of_many() {
         .deallocate_block(block)
         .expect_err("past the keeper");
     all[300].deallocate_block(*failed.value).unwrap();
-    world.clean();
 }
 
 /// D2: a thread's own stream is another one on each thread, also where a buffer is returned on it.
@@ -184,15 +173,13 @@ fn d2_a_buffer_returned_on_another_threads_own_stream_is_recorded_there() {
         (made.as_device_ptr(), made)
     };
     let (ptr, buffer) = world.sim.as_thread(1, elsewhere);
-    let work = DeviceBuffer::<u32>::zeroed(&world.allocator, 100, &own()).unwrap();
+    let _work = DeviceBuffer::<u32>::zeroed(&world.allocator, 100, &own()).unwrap();
     pool.put(buffer, Some(&own())).unwrap();
     let waits = || world.sim.calls().get("cuStreamWaitEvent");
     let before = waits();
     // The other thread's stream comes after what this one was given.
-    let (again, next) = world.sim.as_thread(1, elsewhere);
+    let (again, _next) = world.sim.as_thread(1, elsewhere);
     assert!(again != ptr || waits() > before);
-    drop((work, next));
-    world.clean();
 }
 
 /// D2: a launch that another thread commits is not taken for work of that thread's own stream.
@@ -216,7 +203,5 @@ fn d2_a_commit_on_another_thread_waits_for_the_launch() {
     let recorder = std::thread::scope(|scope| scope.spawn(launch).join().unwrap());
     recorder.commit().unwrap();
     resource.deallocate_block(block).unwrap();
-    let next = DeviceBuffer::<u8>::zeroed(&world.allocator, 1 << 20, &home).unwrap();
-    drop(next);
-    world.clean();
+    let _next = DeviceBuffer::<u8>::zeroed(&world.allocator, 1 << 20, &home).unwrap();
 }

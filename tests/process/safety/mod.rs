@@ -3,19 +3,13 @@
 
 mod exchanged;
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-
-use crate::common::*;
-use cualloc::allocator::{Allocator, Config, Policy, Request};
-use cualloc::driver::{Context, Driver, Stream, sys};
+use crate::common::prelude::*;
+use cualloc::PinnedBuffer;
 use cualloc::error::StreamMisuse;
 use cualloc::exchange::dlpack::{DLManagedTensor, DLManagedTensorVersioned};
 use cualloc::exchange::{DType, Peer, Tensor};
 use cualloc::pool::{DriverPool, DriverPoolConfig, TypedPool, WorkspacePool};
 use cualloc::resource::{Access, AccessOrdered, CudaMemory, MemoryResource};
-use cualloc::sim::{Mode, SimConfig, Simulator};
-use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 struct World {
     sim: Simulator,
@@ -51,11 +45,14 @@ impl World {
         // SAFETY: just created, and never destroyed.
         unsafe { Context::from_raw(&self.driver, raw) }.unwrap()
     }
+}
 
-    fn clean(&self) {
-        self.sim.complete_all();
-        let reports = self.sim.take_reports();
-        assert!(reports.is_empty(), "{}", reports[0]);
+impl Drop for World {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.sim.complete_all();
+            assert_eq!(self.sim.take_reports(), []);
+        }
     }
 }
 
@@ -105,7 +102,6 @@ fn d2_no_block_goes_back_past_who_knows_its_uses() {
         assert!(kept(&failed.error), "{}", failed.error);
         above.deallocate_block(*failed.value).unwrap();
     }
-    world.clean();
 }
 
 /// D2: the same of small blocks, which their stream cache could take back at once.
@@ -162,7 +158,6 @@ fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
             [1.0; 1000]
         );
         drop((column, seen, again));
-        world.clean();
     }
 }
 
@@ -179,8 +174,6 @@ fn d10_arrays_that_come_back_are_in_order() {
         seen.as_slice::<f32>().unwrap().to_vec().unwrap(),
         [0.0; 1000]
     );
-    drop((column, seen));
-    world.clean();
 }
 
 /// D10: columns over one memory take turns, whichever threads use them.
@@ -204,8 +197,6 @@ fn d10_columns_of_one_memory_take_turns() {
         scope.spawn(|| round(&mut column, 1));
         scope.spawn(|| round(&mut seen, 2));
     });
-    drop((column, seen));
-    world.clean();
 }
 
 /// D10: an operation on another thread waits for the turn, also if the first one takes long to be queued.
@@ -243,8 +234,6 @@ fn d10_an_operation_waits_for_one_on_another_thread() {
         "it was queued in between"
     );
     assert_eq!(values::<u32>(&column).unwrap(), [2; 100]);
-    drop((column, seen));
-    world.clean();
 }
 
 /// D10: what is called while an operation is queued, such as a logger, may use the same memory.
@@ -270,8 +259,6 @@ fn d10_an_operation_inside_another_one_does_not_wait_for_it() {
     world.sim.clear_hooks();
     assert!(inside.lock().unwrap().is_none(), "nothing was copied");
     assert_eq!(values::<u32>(&column).unwrap(), [1; 100]);
-    drop(column);
-    world.clean();
 }
 
 /// D10: on another thread the handle of a per-thread default stream means another stream.
@@ -304,8 +291,11 @@ fn d10_a_column_of_a_threads_own_stream_stays_there() {
         column.as_slice::<f32>().unwrap().to_vec().unwrap(),
         [0.0; 1000]
     );
-    drop(column);
-    world.clean();
+}
+
+fn is_foreign<T>(result: Result<T, Error>) {
+    let error = result.err();
+    assert_matches!(error, Some(Error::Stream(StreamMisuse::ForeignDriver)));
 }
 
 /// S4: ids and handles of one driver mean nothing to another one.
@@ -318,90 +308,53 @@ fn s4_streams_of_another_driver_are_refused() {
     let (home, foreign) = (ours.stream(), theirs.stream());
     assert_ne!(home.id().unwrap(), foreign.id().unwrap());
     let a = &ours.allocator;
-    let refused = |result: Result<(), Error>| {
-        assert_matches!(result, Err(Error::Stream(StreamMisuse::ForeignDriver)));
-    };
     for bytes in [100, 100 << 10, 8 << 20] {
-        refused(a.allocate(bytes, &foreign).map(drop));
-        refused(
-            a.allocate_with(Request::new(bytes).align(4096), &foreign)
-                .map(drop),
-        );
-        refused(
-            a.allocate_with(Request::new(bytes).cached_only(), &foreign)
-                .map(drop),
-        );
-        refused(a.reserve(bytes, &foreign));
+        is_foreign(a.allocate(bytes, &foreign));
+        is_foreign(a.allocate_with(Request::new(bytes).align(4096), &foreign));
+        is_foreign(a.allocate_with(Request::new(bytes).cached_only(), &foreign));
+        is_foreign(a.reserve(bytes, &foreign));
         let block = a.allocate(bytes, &home).unwrap();
-        refused(block.record_stream(&foreign));
-        refused(block.record_use(&foreign));
+        is_foreign(block.record_stream(&foreign));
+        is_foreign(block.record_use(&foreign));
     }
-    refused(a.retire(&foreign));
-    let default = Stream::legacy(&theirs.context);
-    refused(a.allocate(100, &default).map(drop));
-    let own = Stream::per_thread(&theirs.context);
-    refused(a.allocate(100, &own).map(drop));
+    is_foreign(a.retire(&foreign));
+    is_foreign(a.allocate(100, &Stream::legacy(&theirs.context)));
+    is_foreign(a.allocate(100, &Stream::per_thread(&theirs.context)));
 
-    let buffered = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
-    assert!(buffered(
-        DeviceBuffer::<u32>::zeroed(a, 100, &foreign).unwrap_err()
-    ));
+    is_foreign(DeviceBuffer::<u32>::zeroed(a, 100, &foreign));
     let mut buffer = DeviceBuffer::<u32>::zeroed(a, 100, &home).unwrap();
-    assert!(buffered(buffer.fill(1, &foreign).unwrap_err()));
-    assert!(buffered(
-        buffer.prepare_use(&foreign, Access::ReadWrite).unwrap_err()
-    ));
-    assert!(buffered(
-        buffer.finish_use(&foreign, Access::ReadWrite).unwrap_err()
-    ));
+    is_foreign(buffer.fill(1, &foreign));
+    is_foreign(buffer.prepare_use(&foreign, Access::ReadWrite));
+    is_foreign(buffer.finish_use(&foreign, Access::ReadWrite));
     let host = PinnedBuffer::<u32>::zeroed(&ours.context, 100).unwrap();
-    assert!(buffered(
-        buffer
-            .as_slice()
-            .download(host, &foreign)
-            .unwrap_err()
-            .error
-    ));
+    let refused = buffer.as_slice().download(host, &foreign);
+    is_foreign(refused.map_err(|refused| refused.error));
     let other = DeviceBuffer::<u32>::zeroed(&theirs.allocator, 100, &foreign).unwrap();
-    assert!(buffered(
-        buffer.copy_from(&other.as_slice(), &home).unwrap_err()
-    ));
+    is_foreign(buffer.copy_from(&other.as_slice(), &home));
 
     assert!(Tensor::zeroed(a, DType::U32, &[100], &foreign).is_err());
     let column = Tensor::zeroed(a, DType::U32, &[100], &home).unwrap();
     let tensor = column.to_dlpack::<DLManagedTensor>(&ordered()).unwrap();
     assert!(Tensor::from_dlpack(tensor, &foreign, ordered()).is_err());
-    assert!(
-        column
-            .to_dlpack::<DLManagedTensor>(&Peer::on(&foreign))
-            .is_err()
-    );
+    let peer = Peer::on(&foreign);
+    assert!(column.to_dlpack::<DLManagedTensor>(&peer).is_err());
 
-    let pooled = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
     let native = DriverPool::new(&ours.context, DriverPoolConfig::new()).unwrap();
-    let refused = DeviceBuffer::<u8>::uninit(&native, 100, &foreign);
-    assert!(pooled(refused.unwrap_err()));
+    is_foreign(DeviceBuffer::<u8>::uninit(&native, 100, &foreign));
     let workspaces = WorkspacePool::new(a);
-    assert!(pooled(workspaces.lease(&foreign, 100).unwrap_err()));
+    is_foreign(workspaces.lease(&foreign, 100));
     let typed = TypedPool::new(a);
     drop(DeviceBuffer::<u32>::uninit(&typed, 100, &home).unwrap());
-    assert!(pooled(
-        DeviceBuffer::<u32>::uninit(&typed, 100, &foreign).unwrap_err()
-    ));
+    is_foreign(DeviceBuffer::<u32>::uninit(&typed, 100, &foreign));
 
-    let misused = |error: Error| matches!(error, Error::Stream(StreamMisuse::ForeignDriver));
-    let ordered = AccessOrdered::new(a.clone());
-    let block = ordered.allocate_block(&Request::new(100), &home).unwrap();
-    let (id, read) = (block.id(), cualloc::resource::Access::Read);
-    assert!(misused(ordered.record_stream(&id, &foreign).unwrap_err()));
-    assert!(misused(ordered.record_use(&id, &foreign).unwrap_err()));
-    assert!(misused(
-        ordered.prepare_use(&id, &foreign, read).unwrap_err()
-    ));
-    assert!(misused(
-        ordered.finish_use(&id, &foreign, read).unwrap_err()
-    ));
-    ordered.deallocate_block(block).unwrap();
+    let resource = AccessOrdered::new(a.clone());
+    let block = resource.allocate_block(&Request::new(100), &home).unwrap();
+    let id = block.id();
+    is_foreign(resource.record_stream(&id, &foreign));
+    is_foreign(resource.record_use(&id, &foreign));
+    is_foreign(resource.prepare_use(&id, &foreign, Access::Read));
+    is_foreign(resource.finish_use(&id, &foreign, Access::Read));
+    resource.deallocate_block(block).unwrap();
 
     let event = theirs.context.enter().unwrap().create_event().unwrap();
     let invalid = sys::CUresult::CUDA_ERROR_INVALID_HANDLE;
@@ -420,7 +373,6 @@ fn s4_streams_of_another_driver_are_refused() {
     let stream = Stream::new(&context).unwrap();
     drop(a.allocate(100 << 10, &stream).unwrap());
     assert!(!ours.driver.is_forked_child());
-    drop((buffer, other, column, native, workspaces, typed));
     a.check().unwrap();
 }
 

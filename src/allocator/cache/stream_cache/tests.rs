@@ -3,7 +3,7 @@
 use super::granule::PageInfo;
 use super::granule::WORN;
 use super::runs::Runs;
-use super::{Allocated, Inner, Life, Owner, Small, Using};
+use super::{Allocated, Inner, Life, Owner, Small, Taken, Using};
 
 const PAGE: u64 = 64 << 10;
 
@@ -17,6 +17,40 @@ fn runs(pages: u64) -> Runs {
         });
     }
     runs
+}
+
+const OWNER: Owner = Owner {
+    allocator: 1,
+    key: 7,
+};
+
+/// The state of a fast stream cache of [`OWNER`], with room for its figures.
+fn inner(pages: u64) -> Inner {
+    let mut inner = Inner {
+        allocator: OWNER.allocator,
+        key: OWNER.key,
+        runs: runs(pages),
+        ..Inner::default()
+    };
+    inner.set_fast(true);
+    inner.runs.accounts.allocated.extend(1 << 20);
+    inner
+}
+
+fn small(granules: u32, requested: u32) -> Small {
+    Small {
+        granules,
+        align: 1,
+        requested,
+    }
+}
+
+/// A block that the caller alone looks at.
+fn taken(inner: &mut Inner, request: Small) -> Taken {
+    let Allocated::Taken(block) = inner.take(request) else {
+        panic!("there is room");
+    };
+    block
 }
 
 /// Allocates and frees a number of blocks of the same length.
@@ -68,24 +102,8 @@ fn r61_few_runs_are_kept() {
 /// R24: a stopped stream cache merges everything, and leaves each free to a caller with the heap.
 #[test]
 fn r24_a_stopped_cache_takes_no_block_back_at_once() {
-    let mut inner = Inner {
-        allocator: 1,
-        key: 7,
-        runs: runs(1),
-        ..Inner::default()
-    };
-    inner.set_fast(true);
-    inner.runs.accounts.allocated.extend(1 << 20);
-    let owner = Owner {
-        allocator: 1,
-        key: 7,
-    };
-    let request = Small {
-        granules: 3,
-        align: 1,
-        requested: 1500,
-    };
-    let [first, second] = [(); 2].map(|()| inner.take_anywhere(owner, request).unwrap());
+    let (mut inner, request) = (inner(1), small(3, 1500));
+    let [first, second] = [(); 2].map(|()| inner.take_anywhere(OWNER, request).unwrap());
     let life = |generation| Life::Generation(generation);
     assert!(inner.free_at_once(first.node, life(first.generation)));
     assert_eq!(inner.runs.quick_granules(), 3);
@@ -93,11 +111,11 @@ fn r24_a_stopped_cache_takes_no_block_back_at_once() {
     assert_eq!(inner.runs.quick_granules(), 0);
     assert!(!inner.free_at_once(second.node, life(second.generation)));
     assert_eq!(inner.free_merged(second.node, second.generation), None);
-    assert_eq!(inner.take_anywhere(owner, request), None);
+    assert_eq!(inner.take_anywhere(OWNER, request), None);
     inner.set_fast(true);
     assert!(inner.free_at_once(second.node, life(second.generation)));
     assert_eq!(
-        inner.take_anywhere(owner, request).map(|t| t.ptr),
+        inner.take_anywhere(OWNER, request).map(|t| t.ptr),
         Some(second.ptr)
     );
     assert_eq!(inner.runs.check(), Ok(()));
@@ -107,21 +125,8 @@ fn r24_a_stopped_cache_takes_no_block_back_at_once() {
 /// other stream uses it.
 #[test]
 fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
-    let mut inner = Inner {
-        allocator: 1,
-        runs: runs(1),
-        ..Inner::default()
-    };
-    inner.set_fast(true);
-    inner.runs.accounts.allocated.extend(1 << 20);
-    let request = Small {
-        granules: 3,
-        align: 1,
-        requested: 1500,
-    };
-    let Allocated::Taken(block) = inner.take(request) else {
-        panic!("there is room");
-    };
+    let mut inner = inner(1);
+    let block = taken(&mut inner, small(3, 1500));
     let generation = block.generation;
     assert_eq!(inner.free_merged(block.node, generation + 1), None);
     inner.runs.set_using(block.node, Using::MANY);
@@ -139,24 +144,12 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
 /// free the block.
 #[test]
 fn s1_13_what_is_noted_is_left_to_the_heap_in_one_step() {
-    let mut inner = Inner {
-        runs: runs(1),
-        ..Inner::default()
-    };
-    inner.set_fast(true);
-    inner.runs.accounts.allocated.extend(1 << 20);
+    let mut inner = inner(1);
     let Some(one) = Using::one(3) else {
         panic!("a slot's number is short");
     };
     for noted in [Using::NONE, one] {
-        let request = Small {
-            granules: 1,
-            align: 1,
-            requested: 512,
-        };
-        let Allocated::Taken(block) = inner.take(request) else {
-            panic!("there is room");
-        };
+        let block = taken(&mut inner, small(1, 512));
         assert_eq!(inner.leave_to_heap(block.node, block.ptr + 512), None);
         inner.runs.set_using(block.node, noted);
         assert_eq!(inner.leave_to_heap(block.node, block.ptr), Some(noted));
@@ -234,40 +227,22 @@ fn a_block_in_a_worn_page_is_of_no_use_after_it() {
 #[test]
 fn generations_a_cache_looks_for_worn_pages_before_they_are_used_up() {
     for (generation, stops) in [(WORN, false), (WORN, true), (WORN - 3, false)] {
-        let owner = Owner {
-            allocator: 1,
-            key: 7,
-        };
-        let mut inner = Inner {
-            allocator: 1,
-            key: 7,
-            runs: runs(2),
-            ..Inner::default()
-        };
-        inner.set_fast(true);
-        inner.runs.accounts.allocated.extend(1 << 20);
-        let request = |granules| Small {
-            granules,
-            align: 1,
-            requested: 1,
-        };
+        let (mut inner, request) = (inner(2), small(1, 1));
         inner.age(generation, 1);
-        let first = inner.take_anywhere(owner, request(1));
+        let first = inner.take_anywhere(OWNER, request);
         assert!(first.is_some());
-        let Allocated::Taken(second) = inner.take(request(1)) else {
-            panic!("the stream cache looks at an allocation of a caller alone");
-        };
+        let second = taken(&mut inner, request);
         if stops {
             inner.set_fast(false);
             inner.set_fast(true);
         }
-        assert!(inner.take_anywhere(owner, request(1)).is_none());
+        assert!(inner.take_anywhere(OWNER, request).is_none());
         let total = inner.runs.accounts.blocks.total();
         inner.look_for_worn();
         assert_eq!(inner.runs.accounts.blocks.total(), total);
         let worn = generation == WORN;
         assert_eq!(inner.runs.is_worn(), worn);
-        let third = inner.take_anywhere(owner, request(1));
+        let third = inner.take_anywhere(OWNER, request);
         assert_eq!(third.is_some(), !worn, "all pages are worn");
         assert_eq!(
             inner.free_at_once(second.node, Life::Generation(second.generation)),
