@@ -332,8 +332,7 @@ fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
                 }
             });
             if refused {
-                let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
-                sim.fail(FailPlan::call(call, code).unwrap());
+                sim.fail(FailPlan::call(call, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
             }
             let trimmed = allocator.trim(0);
             sim.clear_hooks();

@@ -258,9 +258,8 @@ fn s1_45_every_special_case_has_a_result() {
             let mut kept = Vec::new();
             for alignment in [1, 256, 512, 4096, 1 << 16, 1 << 20, 2 << 20] {
                 for bytes in [512, 3 * MIB] {
-                    let block = allocator
-                        .allocate_with(Request::new(bytes).align(alignment), &stream)
-                        .unwrap();
+                    let request = Request::new(bytes).align(alignment);
+                    let block = allocator.allocate_with(request, &stream).unwrap();
                     assert_eq!(block.ptr() % alignment as u64, 0, "{alignment}");
                     rig.stamp(block.ptr(), bytes, 1, &stream);
                     kept.push(block);

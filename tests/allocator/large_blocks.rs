@@ -236,24 +236,6 @@ fn s1_40_memory_in_large_caches_is_there_for_others() {
     });
 }
 
-/// Another stream's request is served from a large-block cache before memory is added, though there is room.
-#[test]
-fn memory_in_large_caches_comes_before_more_memory() {
-    packed(|rig| {
-        let (allocator, [a, b]) = rig.scene();
-        drop(allocator.allocate(13 * MIB, &a).unwrap());
-        let row = [2, 2, 2, 2, 5].map(|mib| Some(allocator.allocate(mib * MIB, &a).unwrap()));
-        let [_first, hole, _second, gap, last] = row;
-        drop((hole, gap, last));
-        let reserved = allocator.stats().all.reserved.current;
-        for _ in 0..4 {
-            drop(allocator.allocate(5 * MIB, &a).unwrap());
-        }
-        let _block = allocator.allocate(5 * MIB, &b).unwrap();
-        assert_eq!(allocator.stats().all.reserved.current, reserved);
-    });
-}
-
 /// A block beside one that is freed comes out of its large-block cache, so that both become one piece.
 #[test]
 fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
@@ -355,9 +337,8 @@ fn blocks_with_wishes_do_not_go_in_a_large_cache() {
         let _wall = allocator.allocate(LARGE - 512, &a).unwrap();
         make_used(&allocator, &a);
         let first = allocator.allocate(LARGE, &a).unwrap().ptr();
-        let aligned = allocator
-            .allocate_with(Request::new(LARGE).align(2 * MIB), &a)
-            .unwrap();
+        let request = Request::new(LARGE).align(2 * MIB);
+        let aligned = allocator.allocate_with(request, &a).unwrap();
         assert_ne!(aligned.ptr(), first);
         drop(aligned);
         let block = allocator.allocate(LARGE, &a).unwrap();

@@ -129,8 +129,11 @@ fn r12_error_path_cannot_fail() {
         let (allocator, [stream]) = rig.scene_limit(16 * MIB);
         let kept = allocator.allocate(12 * MIB, &stream).unwrap();
         for name in ["cuMemGetInfo_v2", "cuThreadExchangeStreamCaptureMode"] {
-            let code = sys::CUresult::CUDA_ERROR_NOT_SUPPORTED;
-            sim.fail(FailPlan::call(name, code).unwrap().times(1000));
+            sim.fail(
+                FailPlan::call(name, CUresult::CUDA_ERROR_NOT_SUPPORTED)
+                    .unwrap()
+                    .times(1000),
+            );
             let result = allocator.allocate(32 * MIB, &stream);
             sim.clear_failures();
             let picture = out_of_memory(result.unwrap_err());
@@ -177,30 +180,6 @@ fn r14_error_has_the_whole_picture() {
         for part in ["18.00 MiB", "20.00 MiB", "limit", "pinned"] {
             assert!(text.contains(part), "{part}: {text}");
         }
-    });
-}
-
-/// R14: bytes that wait for a stream are named with it.
-#[test]
-fn r14_error_names_the_streams_that_hold_memory() {
-    each(|rig| {
-        const BLOCK: usize = 12 * MIB;
-        let allocator = rig.checked_limit(2 * BLOCK);
-        let [a, b]: [Stream; 2] = rig.streams();
-        let _keep = allocator.allocate(BLOCK, &a).unwrap();
-        let freed = allocator.allocate(BLOCK, &a).unwrap();
-        let busy = rig.busy(&b);
-        freed.record_stream(&b).unwrap();
-        drop(freed);
-        // Seen from a hook, when everything else was tried: the host waited for it already.
-        let picture = out_of_memory(allocator.allocate(2 * BLOCK, &a).unwrap_err());
-        assert!(
-            picture
-                .pending
-                .iter()
-                .all(|p| p.stream_id != b.id().unwrap())
-        );
-        drop(busy);
     });
 }
 
@@ -407,7 +386,6 @@ fn growth_leaves_the_headroom_of_the_device_free() {
         drop(blocks.remove(0));
         drop(allocator.allocate(64 * MIB, &a).unwrap());
         assert_eq!(allocator.stats().all.reserved.current, held);
-        drop(blocks);
     });
 }
 
@@ -425,8 +403,7 @@ fn a_device_that_others_have_filled_has_no_headroom() {
                 assert_eq!(headroom(), expected, "{taken} MiB taken");
             }
             let allocator = rig.checked();
-            let block = allocator.allocate(38 * MIB, &rig.stream()).unwrap();
-            drop(block);
+            let _block = allocator.allocate(38 * MIB, &rig.stream()).unwrap();
         },
     );
 }

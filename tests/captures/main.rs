@@ -280,8 +280,7 @@ fn d5_want_of_memory_leaves_a_finding_alone() {
         // Without a marker.
         let leave = |bytes| {
             let ptr = allocator.raw_allocate(bytes, other.raw()).unwrap();
-            let refusal = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-            sim.fail(FailPlan::call("cuEventRecord", refusal).unwrap());
+            sim.fail(FailPlan::call("cuEventRecord", CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap());
             allocator.raw_free(ptr).unwrap();
             assert_eq!(sim.clear_failures(), 0);
         };

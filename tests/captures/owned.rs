@@ -83,8 +83,7 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
         for call in ["cuCtxSynchronize", "cuMemFree_v2"] {
             let direct = Arc::new(CudaMemory::new(&rig.context));
             let block = DeviceBuffer::<u8>::uninit(&direct, MIB, &stream).unwrap();
-            let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
-            sim.fail(FailPlan::call(call, code).unwrap());
+            sim.fail(FailPlan::call(call, CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
             drop(block);
             assert_eq!(direct.usage().unwrap().requested.current, 0, "{call}");
         }

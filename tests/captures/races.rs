@@ -168,8 +168,7 @@ fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
     only_simulated(Policy::Packed, |rig, sim| {
         let mut used = InUse::new(rig);
         let (allocator, [a, b]) = (used.allocator.clone(), used.streams.clone());
-        let answer = sys::CUresult::CUDA_ERROR_CAPTURED_EVENT;
-        sim.fail(FailPlan::call("cuEventQuery", answer).unwrap());
+        sim.fail(FailPlan::call("cuEventQuery", CUresult::CUDA_ERROR_CAPTURED_EVENT).unwrap());
         sim.deny_host_waits(true);
         // All that is left is under it.
         let taken = allocator.allocate_with(Request::new(BLOCK).cached_only(), &b);
@@ -267,8 +266,7 @@ fn d4_a_wait_that_meets_a_capture_is_no_order() {
 fn d4_a_wait_for_a_captured_marker_fails_nobody() {
     only_simulated(Policy::Packed, |rig, sim| {
         let used = InUse::new(rig);
-        let answer = sys::CUresult::CUDA_ERROR_CAPTURED_EVENT;
-        sim.fail(FailPlan::call("cuStreamWaitEvent", answer).unwrap());
+        sim.fail(FailPlan::call("cuStreamWaitEvent", CUresult::CUDA_ERROR_CAPTURED_EVENT).unwrap());
         sim.deny_host_waits(true);
         let got = used.allocator.allocate(BLOCK, &used.streams[1]).unwrap();
         sim.deny_host_waits(false);

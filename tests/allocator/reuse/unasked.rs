@@ -134,8 +134,7 @@ fn a_question_that_finds_the_context_lost_says_so() {
         let block = allocator.allocate(BLOCK, &a).unwrap();
         unasked(&allocator, &a, &b);
         drop(block);
-        let code = sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
-        sim.fail(FailPlan::call("cuStreamQuery", code).unwrap());
+        sim.fail(FailPlan::call("cuStreamQuery", CUresult::CUDA_ERROR_ILLEGAL_ADDRESS).unwrap());
         assert_matches!(allocator.allocate(BLOCK, &b), Err(Error::ContextLost(_)));
         sim.clear_failures();
     });

@@ -76,9 +76,8 @@ fn d1_the_gap_before_a_grown_block_follows_its_stream() {
         let [a, b, c] = rig.streams();
         let (allocator, at, wall, hold) = beside_pending(rig, [&a, &b]);
         let waits = rig.calls("cuStreamWaitEvent");
-        let block = allocator
-            .allocate_with(Request::new(ALIGNED).align(2 * MIB), &b)
-            .unwrap();
+        let request = Request::new(ALIGNED).align(2 * MIB);
+        let block = allocator.allocate_with(request, &b).unwrap();
         assert_eq!(rig.calls("cuStreamWaitEvent"), waits + 1);
         assert!(block.ptr() > at && block.ptr() < at + USED as u64);
         assert!(!hands_out(&allocator, &c, at), "two streams use it");

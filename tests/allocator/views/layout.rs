@@ -159,9 +159,8 @@ fn blocks_in_views_are_aligned() {
         let first = allocator.allocate(TWO, &a).unwrap();
         drop(first);
         for align in [2 * MIB, MIB, 4 * KIB] {
-            let block = allocator
-                .allocate_with(Request::new(7 * MIB).align(align), &a)
-                .unwrap();
+            let request = Request::new(7 * MIB).align(align);
+            let block = allocator.allocate_with(request, &a).unwrap();
             assert!(view_of(&allocator, &block).is_some());
             assert!(block.ptr().is_multiple_of(align as u64), "{align}");
             rig.stamp(block.ptr(), 7 * MIB, 5, &a);

@@ -139,24 +139,15 @@ fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
             .to_dlpack::<DLManagedTensorVersioned>(&consumer(&named))
             .unwrap();
         let mut seen = Tensor::from_dlpack(tensor, &other, ordered()).unwrap();
-        assert_eq!(
-            seen.as_slice::<f32>().unwrap().to_vec().unwrap(),
-            [0.0; 1000]
-        );
+        assert_eq!(values::<f32>(&seen).unwrap(), [0.0; 1000]);
         // And once more, from what came back.
         let tensor = seen
             .to_dlpack::<DLManagedTensorVersioned>(&ordered())
             .unwrap();
         let again = Tensor::from_dlpack(tensor, &named, ordered()).unwrap();
-        assert_eq!(
-            again.as_slice::<f32>().unwrap().to_vec().unwrap(),
-            [0.0; 1000]
-        );
+        assert_eq!(values::<f32>(&again).unwrap(), [0.0; 1000]);
         set(&mut seen, &[1.0f32; 1000]).unwrap();
-        assert_eq!(
-            column.as_slice::<f32>().unwrap().to_vec().unwrap(),
-            [1.0; 1000]
-        );
+        assert_eq!(values::<f32>(&column).unwrap(), [1.0; 1000]);
         drop((column, seen, again));
     }
 }
@@ -170,10 +161,7 @@ fn d10_arrays_that_come_back_are_in_order() {
     let column = Tensor::zeroed(&world.allocator, DType::F32, &[1000], &home).unwrap();
     let array = column.to_arrow(&ordered()).unwrap();
     let seen = Tensor::from_arrow(array, DType::F32, &other, ordered()).unwrap();
-    assert_eq!(
-        seen.as_slice::<f32>().unwrap().to_vec().unwrap(),
-        [0.0; 1000]
-    );
+    assert_eq!(values::<f32>(&seen).unwrap(), [0.0; 1000]);
 }
 
 /// D10: columns over one memory take turns, whichever threads use them.
@@ -287,10 +275,7 @@ fn d10_a_column_of_a_threads_own_stream_stays_there() {
             assert!(wrong(values::<f32>(&seen).unwrap_err()));
         });
     });
-    assert_eq!(
-        column.as_slice::<f32>().unwrap().to_vec().unwrap(),
-        [0.0; 1000]
-    );
+    assert_eq!(values::<f32>(&column).unwrap(), [0.0; 1000]);
 }
 
 fn is_foreign<T>(result: Result<T, Error>) {
