@@ -286,7 +286,12 @@ fn graph_pools_at_every_share() {
         // Within the pool the graph's memory is what another capture may have.
         let scope = pool.enter(Scope::Thread).unwrap();
         named(&refused(&scene.allocator, 2 * BOUND, &stream), Cause::Limit);
-        drop((scope, graph));
+        drop(graph);
+        let part = scene.allocator.allocate(MIB, &stream).unwrap();
+        drop(scope);
+        // A pool with a live block returns nothing to the driver.
+        named(&refused(&scene.allocator, rest, &stream), Cause::Limit);
+        drop(part);
         pool.release().unwrap();
         drop(scene.block(rest, &stream));
         drop(kept);

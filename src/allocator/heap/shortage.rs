@@ -37,7 +37,9 @@ impl Heap {
             needed,
             ready,
             waiting,
-            kept: self.kept().saturating_sub(ready + waiting),
+            kept: self
+                .kept(Some(request.pool))
+                .saturating_sub(ready + waiting),
             counted: self.present() + self.suspended.coming,
             coming: self.suspended.coming,
             ..Shortage::default()
@@ -51,7 +53,7 @@ impl Heap {
         let shortage = Shortage {
             growth: bytes,
             needed: bytes,
-            kept: self.kept() - absent,
+            kept: self.kept(None) - absent,
             counted: self.present() - absent + self.suspended.coming,
             coming: self.suspended.coming,
             ..Shortage::default()
@@ -63,10 +65,10 @@ impl Heap {
         }
     }
 
-    /// Returns the graph pools whose memory is not suspended.
-    fn present_arenas(&self) -> impl Iterator<Item = &Arena> {
-        let pools = self.graphs.pools.values().filter(|pool| !pool.away);
-        pools.map(|pool| &pool.arena)
+    /// Returns the graph pools whose memory is not suspended, by id.
+    fn present_arenas(&self) -> impl Iterator<Item = (u64, &Arena)> {
+        let pools = self.graphs.pools.iter().filter(|(_, pool)| !pool.away);
+        pools.map(|(id, pool)| (*id, &pool.arena))
     }
 
     /// Returns the suspended bytes, which count as reserved.
@@ -127,10 +129,13 @@ impl Heap {
     }
 
     /// Returns the freed bytes that guards and graph pools keep, the suspended bytes that count towards the limit, and
-    /// the bytes that a resume in progress will take.
-    fn kept(&self) -> u64 {
-        let free = |arena: &Arena| arena.held().saturating_sub(arena.live.bytes());
-        self.present_arenas().map(free).sum::<u64>()
+    /// the bytes that a resume in progress will take. A graph pool returns its memory to the driver only as a whole, so
+    /// the free bytes of a pool with live blocks count only for requests to that pool.
+    fn kept(&self, own: Option<u64>) -> u64 {
+        let pools = self.present_arenas();
+        let pools = pools.filter(|(id, arena)| arena.live.is_empty() || own == Some(*id));
+        let free = pools.map(|(_, arena)| arena.held().saturating_sub(arena.live.bytes()));
+        free.sum::<u64>()
             + (self.whole_bytes(true, |_| true) - self.whole_bytes(false, |_| true))
             + self.absent()
             + self.suspended.coming
@@ -164,7 +169,7 @@ impl Heap {
             ready: ready.map(|piece| u64::from(piece.granules) * GRANULE).sum(),
             waiting: for_all.max(for_rest.saturating_sub(idle)),
             fits_pending: !want.in_one_handle() && has_run && !self.pending_bytes().is_empty(),
-            kept: self.kept(),
+            kept: self.kept(None),
             fits_guarded: !has_run && self.has_run(want, true),
             counted: self.present() + self.suspended.coming,
             coming: self.suspended.coming,
@@ -187,7 +192,10 @@ impl Heap {
             guarded: self.guards.bytes(),
             suspended: self.absent(),
             graph_pools: self.graphs.held,
-            in_graph_pools: self.present_arenas().map(|arena| arena.live.bytes()).sum(),
+            in_graph_pools: self
+                .present_arenas()
+                .map(|(_, arena)| arena.live.bytes())
+                .sum(),
             holders: self.holders(),
             pending: self.pending_bytes(),
             pinned: self.pinned(),
