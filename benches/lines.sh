@@ -9,6 +9,9 @@
 # For `c_adopted` and `c_default`, the same two pairs through the shared library by a program in C (benches/pair.c), also
 # `NAME.instructions N`. The loader resolves thread-local variables there; the data that it reads is not counted, because
 # its addresses depend on the length of the library's path.
+# For `large_alloc` and `large_free`, `NAME CODE DATA`: the medians of warm operations of 1 to 8 MiB by pointer on an
+# adopted stream, out of memory that is held; `large_alloc_2` and `large_free_2` the same after a second stream was used
+# once.
 #
 # --check fails if a warm pair touches more lines than `most` says.
 set -euo pipefail
@@ -36,11 +39,14 @@ gcc -O2 -Wall -Wextra -Icapi/include -o "$target/lines/pair" benches/pair.c -L"$
     -Wl,-rpath,"$(realpath "$target/release")"
 CHECK=$check CUALLOC_DRIVER=$target/release/examples/libsimdriver.so \
     python3 -B - "$target/release/examples/hot" "$target/lines/pair" <<'END'
-import collections, os, re, subprocess, sys, tempfile
+import collections, os, re, statistics, subprocess, sys, tempfile
 
 # data, code: a pair's lines, its stack's apart.
 most = {"pair": (8, 17), "pair_adopted": (8, 17), "pair_default": (8, 17), "c_adopted": (13, 27), "c_default": (13, 27)}
 MOST_INSTRUCTIONS = 285
+# code, data: the medians of large operations.
+most_large = {"large": [(180, 95), (104, 51)], "large_2": [(255, 142), (146, 55)]}
+LARGE = 400
 PAIRS = 20
 # Of the program in C, whose start has repetitions of its own: the last accesses are of pairs alone.
 MANY_PAIRS = 1000
@@ -51,11 +57,11 @@ LOADER = range(0x400_0000, 0x404_0000)
 
 
 def trace(name):
-    """The pairs of a run, each as its accesses: kind, address, bytes."""
+    """The accesses of a run, each as kind, address, bytes; and what the program printed."""
     with tempfile.NamedTemporaryFile() as log:
         run = ["valgrind", "--tool=lackey", "--trace-mem=yes", "--basic-counts=no", f"--log-file={log.name}"]
-        program = [sys.argv[2], name, str(MANY_PAIRS)] if name.startswith("c_") else [sys.argv[1], name, str(PAIRS)]
-        subprocess.run(run + program, check=True, stdout=subprocess.DEVNULL)
+        program = [sys.argv[2], name, str(MANY_PAIRS)] if name.startswith("c_") else [sys.argv[1], name, str(LARGE if name in most_large else PAIRS)]
+        printed = subprocess.run(run + program, check=True, stdout=subprocess.PIPE, text=True).stdout
         accesses, executed = [], 0
         for line in open(log.name):
             found = re.match(r"(I | [LSM]) +([0-9a-f]+),(\d+)$", line)
@@ -66,7 +72,7 @@ def trace(name):
                 elif executed in LOADER:
                     continue
                 accesses.append((kind, address, int(found[3])))
-    return accesses[-LAST:] if name.startswith("c_") else accesses
+    return accesses[-LAST:] if name.startswith("c_") else accesses, printed
 
 
 def rounds(accesses, often):
@@ -88,10 +94,39 @@ def lines(accesses, wanted):
     return len(found)
 
 
+def on_stack(address):
+    return address >> 32 == 0x1F
+
+
+def operations(accesses, marks):
+    """The code and data lines of each operation between two marks: of the allocations, and of the frees."""
+    found, begun, which = ([], []), None, 0
+    for at, (kind, address, _) in enumerate(accesses):
+        if kind != "S" or not marks <= address < marks + LINE:
+            continue
+        if begun is not None:
+            within = accesses[begun + 1 : at]
+            code = lines(within, lambda kind, a: kind == "I")
+            data = lines(within, lambda kind, a: kind != "I" and not on_stack(a) and a // LINE != marks // LINE)
+            found[which].append((code, data))
+        which = (address - marks) // 8
+        begun = at if which < 2 else None
+    return found
+
+
 failed = False
+for name, bounds in most_large.items():
+    accesses, printed = trace(name)
+    found = operations(accesses, int(re.search("marks 0x([0-9a-f]+)", printed)[1], 16))
+    for operation, warm, (code, data) in zip(("alloc", "free"), found, bounds):
+        medians = [int(statistics.median(column)) for column in zip(*warm[-LARGE // 4 :])]
+        label = f"large_{operation}{name[len('large'):]}"
+        print(label, *medians)
+        if os.environ["CHECK"] and (medians[0] > code or medians[1] > data):
+            print(f"{label} is {medians}, more than {code} {data}", file=sys.stderr)
+            failed = True
 for name, (data, code) in most.items():
-    warm = rounds(trace(name), 100 if name.startswith("c_") else 1000)[-2]
-    on_stack = lambda address: address >> 32 == 0x1F
+    warm = rounds(trace(name)[0], 100 if name.startswith("c_") else 1000)[-2]
     figures = {
         "data": lines(warm, lambda kind, a: kind != "I" and not on_stack(a)),
         "stack": lines(warm, lambda kind, a: kind != "I" and on_stack(a)),

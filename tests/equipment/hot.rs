@@ -127,6 +127,15 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
         }
         "stack" => pair(sim, &Stack::new(allocator, streams), count)?,
         "workspace" => pair(sim, &workspaces(allocator, streams), count)?,
+        "large" | "large_2" => {
+            if work == "large_2" {
+                use_once(allocator)?;
+            }
+            let stream = foreign(&context)?;
+            // SAFETY: the stream lives as long as the process.
+            unsafe { allocator.adopt_raw(stream.raw()) }?;
+            large(allocator, stream.raw(), count)?;
+        }
         "typed_pool" => pair(sim, &typed(allocator, streams), count)?,
         _ => return Err("there is no such work".into()),
     }
@@ -385,6 +394,43 @@ fn churn<S: Source>(source: &S, work: &Churn, count: usize) -> Result<(), Failur
     work.run(source, &source.stream(0), &mut slots, WARM_CHURN + count)?;
     // How many blocks live at the end depends on the count: their frees must not be part of it.
     std::mem::forget(slots);
+    Ok(())
+}
+
+/// Written where a large operation begins (first word: an allocation, second: a free) and ends (third), so that a trace
+/// of memory accesses can be divided.
+#[repr(align(64))]
+struct Marks([AtomicU64; 8]);
+
+static MARKS: Marks = Marks([const { AtomicU64::new(0) }; 8]);
+const LARGE_SLOTS: usize = 64;
+
+/// Allocations and frees of 1 to 8 MiB by pointer, in random slots, between marks once it is warm.
+fn large(allocator: &Allocator, stream: sys::CUstream, count: usize) -> Result<(), Failure> {
+    let mark = |place: usize| MARKS.0[place].store(1, Ordering::Relaxed);
+    println!("marks {:p}", &MARKS);
+    let mut slots = [None; LARGE_SLOTS];
+    let mut random = 1u64;
+    for _ in 0..WARM_PAIRS + count {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        let slot = &mut slots[(random >> 58) as usize];
+        let bytes = (1 << 20) + (random >> 32) as usize % (7 << 20);
+        match slot.take() {
+            Some(block) => {
+                mark(1);
+                // SAFETY: no work uses the block.
+                unsafe { allocator.free_raw(block) }?;
+            }
+            None => {
+                mark(0);
+                // SAFETY: the stream is alive.
+                *slot = Some(unsafe { allocator.allocate_raw(bytes, stream) }?);
+            }
+        }
+        mark(2);
+    }
     Ok(())
 }
 
