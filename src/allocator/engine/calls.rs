@@ -430,9 +430,6 @@ impl Engine {
         request: Small,
     ) -> Result<(Guard<'a>, bool), Error> {
         let page = a_page(stream, request);
-        if cache.lock().runs.is_worn() {
-            heap.return_pages(cache, u32::MAX, &mut AfterFree::default());
-        }
         let mut ready = heap.take_best(&page);
         if ready.is_none() && cache.lock().runs.flush_quick() {
             return Ok((heap, false));

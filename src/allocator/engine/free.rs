@@ -9,7 +9,7 @@ use crate::driver::{process, sys};
 
 use crate::allocator::cache::deferred::{Deferred, User};
 use crate::allocator::cache::grant::{Lifetime, Place};
-use crate::allocator::cache::stream_cache::{Life, PageTable, SMALL_ID, page_of, thread};
+use crate::allocator::cache::stream_cache::{Life, PageTable, SMALL_ID, thread};
 use crate::allocator::engine::debug::Freed;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Shared};
@@ -52,10 +52,9 @@ impl Engine {
         }
         self.small_at(block.ptr).is_some_and(|(cache, node)| {
             let inner = cache.lock();
-            inner.runs.is_numbered(node, page_of(block.id))
-                && inner
-                    .live(node, block.ptr, Some(block.generation))
-                    .is_some()
+            inner
+                .live(node, block.ptr, Some(block.generation))
+                .is_some()
         })
     }
 
@@ -72,8 +71,10 @@ impl Engine {
             return false;
         };
         let mut inner = cache.lock();
-        // The page may have been removed, and another page may have taken its place.
-        inner.runs.is_numbered(node, page_of(block.id))
+        // Another page may have taken the place of the block's page.
+        inner
+            .live(node, block.ptr, Some(block.generation))
+            .is_some()
             && inner.free_at_once(node, Life::Generation(block.generation))
     }
 
@@ -238,10 +239,6 @@ impl Engine {
         if block.id & SMALL_ID != 0 {
             self.usable()?;
             let (cache, node) = self.small_at(ptr).ok_or(Error::NotLive { ptr })?;
-            // A reused page has another number, and its generations start again.
-            if !cache.lock().runs.is_numbered(node, page_of(block.id)) {
-                return Err(Error::NotLive { ptr });
-            }
             return self.free_small(cache, node, ptr, Some(block.generation));
         }
         self.free_record(ptr, |_| Ok((block.id, Some(block.generation))))

@@ -312,13 +312,9 @@ impl Engine {
         };
         let owner = self.owner(key);
         let (mut inner, contended) = match inner {
-            Some(mut inner) => {
-                inner.look_for_worn();
-                (inner, false)
-            }
+            Some(inner) => (inner, false),
             None => {
                 let mut inner = cache.lock();
-                inner.look_for_worn();
                 let contended = inner.serves(owner) && inner.contended();
                 (inner, contended)
             }

@@ -183,26 +183,6 @@ impl Extents {
         [&self.large, &self.small].into_iter()
     }
 
-    /// Moves a claimed extent without a live block to another record.
-    #[cold]
-    #[inline(never)]
-    pub(crate) fn renumber(&mut self, id: u32) -> u32 {
-        let new = self.records.replace(id);
-        let hot = self.records[new];
-        if hot.prev != NIL {
-            self.records[hot.prev].next = new;
-        }
-        if hot.next != NIL {
-            self.records[hot.next].prev = new;
-        }
-        for part in self.records.cold(new).home().to_vec() {
-            self.records.cold_mut(part).aliased_by = new;
-        }
-        let (space, _) = self.parts(hot.space);
-        space.set_first(hot.addr, new);
-        new
-    }
-
     /// Returns the free piece or hole around an address, and its start.
     pub(crate) fn piece_at(&self, space: SpaceId, addr: u64) -> Option<(u32, u64)> {
         let holes = self.space(space)?.holes();

@@ -14,10 +14,6 @@ pub(crate) const COMPLETE: u32 = u32::MAX;
 /// [`Hot::stream`] of a free piece: pending on several streams.
 pub(crate) const MIXED: u32 = u32::MAX - 1;
 
-/// Generation of a record that cannot be allocated again: it is even, and the next allocation would reach the last
-/// number. The record is retired, so that no pair of id and generation occurs twice.
-pub(crate) const SPENT: u32 = u32::MAX - 1;
-
 /// State of an extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum State {
@@ -59,7 +55,8 @@ pub(crate) struct Hot {
     pub addr: u64,
     /// Size in granules.
     pub granules: u32,
-    /// Odd while a block is live; incremented at each allocation and each free, up to [`SPENT`].
+    /// Odd while a block is live; incremented at each allocation and each free. It
+    /// repeats after 2^31 allocations.
     pub generation: u32,
     /// The extent that ends where this one begins, or [`NIL`].
     pub prev: u32,
@@ -217,8 +214,6 @@ pub(crate) struct Records {
     /// Has the same length as `hot`.
     cold: Vec<Cold>,
     vacant: Vec<u32>,
-    /// Number of retired records, which are not reused.
-    spent: usize,
     /// Empty boxes, for reuse.
     #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
     spare: Vec<Box<Rare>>,
@@ -269,30 +264,13 @@ impl Records {
         let hot = &mut self[id];
         hot.state = State::Vacant;
         // A handle to the dead record must never look live.
-        hot.generation = (hot.generation + 1) & !1;
+        hot.generation = hot.generation.wrapping_add(1) & !1;
         let cold = &mut self.cold[id as usize];
         if let Some(rare) = cold.rare.take() {
             self.put_aside(rare);
         }
         self.cold_mut(id).clear();
-        if self[id].generation < SPENT {
-            self.vacant.push(id);
-        } else {
-            self.spent += 1;
-        }
-    }
-
-    /// Moves the contents of a record to another one; the first is not reused. The caller updates its neighbours and
-    /// all other references.
-    #[cold]
-    pub(crate) fn replace(&mut self, id: u32) -> u32 {
-        let new = self.vacant_id();
-        let old = self[id];
-        self[new].renew(old);
-        self.cold.swap(id as usize, new as usize);
-        self[id].state = State::Vacant;
-        self.spent += 1;
-        new
+        self.vacant.push(id);
     }
 
     #[cold]
@@ -336,7 +314,7 @@ impl Records {
 
     /// Returns the number of records that describe an extent.
     pub(crate) fn len(&self) -> usize {
-        self.hot.len() - self.vacant.len() - self.spent
+        self.hot.len() - self.vacant.len()
     }
 
     /// Iterates over the records that describe an extent.

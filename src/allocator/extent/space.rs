@@ -281,13 +281,6 @@ impl Space {
         id
     }
 
-    /// Replaces the record of the extent at `addr`, which may be the first of a region.
-    pub(crate) fn set_first(&mut self, addr: u64, id: u32) {
-        if let Some(region) = self.regions.get_mut(&addr) {
-            region.first = id;
-        }
-    }
-
     /// Removes a region that is one extent; false if it is not.
     pub(crate) fn remove_region(&mut self, records: &mut Records, id: u32) -> bool {
         let hot = records[id];

@@ -34,7 +34,7 @@ use crate::allocator::cache::stream_cache::{KeepAlive, PageTable, StreamCache};
 use crate::allocator::config::Tuning;
 use crate::allocator::extent::Extents;
 use crate::allocator::extent::index::Entry;
-use crate::allocator::extent::record::{MIXED, Recorded, SPENT, SpaceId, State as Extent};
+use crate::allocator::extent::record::{MIXED, Recorded, SpaceId, State as Extent};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::Want;
@@ -393,7 +393,7 @@ impl Heap {
         requested: u64,
         home: &'static StreamCache,
     ) -> Grant {
-        let id = self.born(id, stream, requested);
+        self.born(id, stream, requested);
         self.tell_granted(id, requested);
         let hot = &self.extents.records[id];
         let life = (id, hot.generation);
@@ -411,17 +411,13 @@ impl Heap {
     ) -> Grant {
         let mut grant = self.granted(id, want.stream, want.requested, cache);
         if self.rules.caches() {
-            let id = grant.place.record().unwrap_or(id);
             grant.set_cached(self.cache_handed_out(id, cache, plain));
         }
         grant
     }
 
-    /// Turns a taken extent into a live block of the user, and returns its record.
-    pub(crate) fn born(&mut self, mut id: u32, stream: u32, requested: u64) -> u32 {
-        if self.extents.records[id].generation >= SPENT {
-            id = self.extents.renumber(id);
-        }
+    /// Turns a taken extent into a live block of the user.
+    pub(crate) fn born(&mut self, id: u32, stream: u32, requested: u64) {
         let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
@@ -440,7 +436,6 @@ impl Heap {
         }
         self.large_counted(within);
         self.extents.lookup.insert(addr, id);
-        id
     }
 
     /// Called before a large block is counted: if the block may raise a peak, free blocks leave the large-block caches

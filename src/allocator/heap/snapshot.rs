@@ -195,7 +195,7 @@ impl Heap {
             state: match run.kind {
                 Kind::Used => BlockState::Live,
                 Kind::Pending => BlockState::Pending,
-                Kind::Free | Kind::Quick | Kind::Spent => BlockState::Free,
+                Kind::Free | Kind::Quick => BlockState::Free,
             },
             stream: Some(number(stream)),
             pending: recorded.into_iter().map(number).collect(),

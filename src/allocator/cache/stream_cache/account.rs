@@ -163,55 +163,6 @@ impl Gauge {
     }
 }
 
-/// The number of blocks of one stream cache, with an allowance of additions before a check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[repr(C)]
-pub(crate) struct Blocks {
-    /// The remaining allowance, stored as its difference to the sum of all additions; negative when it is used up.
-    left: u64,
-    level: Level,
-    lot: u64,
-}
-
-impl Blocks {
-    /// Counts a block; returns whether this uses up the allowance.
-    #[inline(always)]
-    fn add(&mut self) -> bool {
-        self.level.add(1);
-        let (left, used_up) = self.left.overflowing_sub(1);
-        self.left = left;
-        used_up
-    }
-
-    pub(crate) fn current(&self) -> u64 {
-        self.level.current()
-    }
-
-    /// Returns the number of blocks ever added.
-    pub(crate) fn total(&self) -> u64 {
-        self.lot.wrapping_sub(self.left)
-    }
-
-    pub(crate) fn is_used_up(&self) -> bool {
-        self.left > self.lot
-    }
-
-    /// Sets the allowance for later additions.
-    pub(crate) fn allow(&mut self, amount: u64) {
-        self.lot = self.total() + amount;
-        self.left = amount;
-    }
-
-    /// Returns the largest value since the last reset.
-    pub(crate) fn peak(&self) -> u64 {
-        self.level.peak
-    }
-
-    pub(crate) fn reset_peak(&mut self) {
-        self.level.reset_peak();
-    }
-}
-
 /// Makes the compiler read the value from memory, so that the common path needs no register for it, and keeps later
 /// code out of that path.
 #[inline(always)]
@@ -232,26 +183,26 @@ pub(crate) fn rarely() {}
 pub(crate) struct Accounts {
     pub allocated: Account,
     pub requested: Gauge,
-    pub blocks: Blocks,
+    pub blocks: Gauge,
 }
 
 /// Number of quantities.
 pub(crate) const QUANTITIES: usize = 3;
 
 impl Accounts {
-    /// Adds a block; returns whether this uses up the allowance of blocks.
+    /// Adds a block.
     #[inline(always)]
-    pub(crate) fn add(&mut self, bytes: u64, requested: u64) -> bool {
+    pub(crate) fn add(&mut self, bytes: u64, requested: u64) {
         self.allocated.add(bytes);
         self.requested.add(requested);
-        self.blocks.add()
+        self.blocks.add(1);
     }
 
     #[inline(always)]
     pub(crate) fn sub(&mut self, bytes: u64, requested: u64) {
         self.allocated.sub(bytes);
         self.requested.sub(requested);
-        self.blocks.level.sub(1);
+        self.blocks.sub(1);
     }
 
     /// Returns the current value of each quantity.

@@ -17,15 +17,6 @@ const _: () = assert!(PAGE_GRANULES.is_power_of_two() && PAGE_GRANULES <= 128);
 pub(super) const NIL: u32 = u32::MAX >> 1;
 /// Set in every generation, and in no node: distinguishes the word of a live block from a link.
 pub(super) const LIVE: u32 = 1 << 31;
-/// Number of blocks that a stream cache allocates between two searches for worn pages.
-pub(super) const LIVES: u64 = 1 << 24;
-
-/// Generation from which on a page is worn: it may advance this far before a search, and once more in the next stream
-/// cache.
-pub(super) const WORN: u32 = u32::MAX - 2 * LIVES as u32;
-
-const _: () = assert!(WORN & LIVE != 0);
-
 /// The state of a run, stored in its first granule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -36,8 +27,6 @@ pub(crate) enum Kind {
     Used,
     /// Freed, but other streams may still access it.
     Pending,
-    /// Freed, in a page without generations left: unusable until the page comes back.
-    Spent,
 }
 
 /// Twelve bytes per granule; all except `back` are valid only where a run begins.
@@ -58,7 +47,6 @@ pub(super) struct Granule {
 pub(super) const FREE: u16 = 0;
 const OUT: u16 = 1 << 14;
 const PENDING: u16 = 2 << 14;
-const SPENT: u16 = 3 << 14;
 /// Bits for the other stream.
 const USING: u16 = OUT - 1;
 
@@ -82,8 +70,7 @@ impl Granule {
             _ if self.a & LIVE != 0 => Kind::Used,
             FREE => Kind::Free,
             OUT => Kind::Quick,
-            PENDING => Kind::Pending,
-            _ => Kind::Spent,
+            _ => Kind::Pending,
         }
     }
 
@@ -102,10 +89,6 @@ impl Granule {
 
     pub(super) fn set_pending(&mut self) {
         (self.a, self.c) = (NIL, PENDING);
-    }
-
-    pub(super) fn set_spent(&mut self) {
-        (self.a, self.c) = (NIL, SPENT);
     }
 
     /// For a live block.
@@ -178,8 +161,6 @@ pub(crate) struct PageInfo {
     pub base: u64,
     /// The generation of the last block allocated in it.
     pub generation: u32,
-    /// Number of the page among all pages so far.
-    pub number: u32,
 }
 
 /// A page, on its own cache lines.
@@ -218,10 +199,10 @@ impl Page {
         granule.set_out();
     }
 
-    /// Makes a run that is out a live block. A page is worn long before its last generation.
+    /// Makes a run that is out a live block. Its generation repeats after 2^31 blocks of the page.
     #[inline(always)]
     pub(super) fn hand_out(&mut self, node: Node, requested: u32) -> Taken {
-        let generation = self.info.generation.wrapping_add(1);
+        let generation = self.info.generation.wrapping_add(1) | LIVE;
         self.info.generation = generation;
         let granule = &mut self.granules[node.place()];
         granule.a = generation;

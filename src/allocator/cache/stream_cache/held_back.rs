@@ -40,17 +40,12 @@ impl Runs {
         granule.set_out();
         let granules = u32::from(granule.len);
         self.pending_granules -= u64::from(granules);
-        let worn = self.is_worn_at(node);
-        if keep && !worn && self.put_quick(node, granules) {
+        if keep && self.put_quick(node, granules) {
             return;
         }
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        if worn {
-            self.spend_run(node);
-        } else {
-            self.merge(node);
-        }
+        self.merge(node);
     }
 }

@@ -31,7 +31,6 @@ fn cache(rank: u32, base: u64, room: u64) -> &'static StreamCache {
     inner.runs.add_page(PageInfo {
         base,
         generation: 1,
-        number: 1,
     });
     inner.runs.accounts.allocated.set_room(room * GRANULE);
     drop(inner);

@@ -12,7 +12,7 @@
 
 use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::extent::origin::{Names, Origin};
-use crate::allocator::extent::record::{NIL, SPENT};
+use crate::allocator::extent::record::NIL;
 use crate::error::Error;
 
 /// Maximum number of blocks in a large-block cache.
@@ -111,14 +111,13 @@ impl LargeCache {
     fn take_any(&mut self, granules: u32, requested: u64) -> Option<CachedBlock> {
         let at = position(&self.free, granules)?;
         let block = &mut self.blocks[at];
-        // A block in its last generation returns to the heap.
-        if granules == 0 || requested > block.counted || block.generation >= SPENT - 1 {
+        if granules == 0 || requested > block.counted {
             return None;
         }
         block.requested = requested;
         block.reuses = block.reuses.saturating_add(1);
         // Odd while the block is live, as in the heap.
-        block.generation += 2;
+        block.generation = block.generation.wrapping_add(2);
         let block = *block;
         self.free[at] = 0;
         self.touch(at);

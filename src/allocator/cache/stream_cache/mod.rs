@@ -25,7 +25,6 @@ mod runs;
 mod tests;
 pub(crate) mod thread;
 mod walk;
-mod worn;
 
 use std::sync::Arc;
 
@@ -35,20 +34,17 @@ pub(crate) use account::QUANTITIES;
 pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
-pub(crate) use pages::{PageTable, SMALL_ID, page_of};
+pub(crate) use pages::{PageTable, SMALL_ID};
 pub(crate) use pool::StreamCachePool;
 pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
 use crate::event::Tap;
-use account::anew;
 pub(crate) use account::rarely;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// No allocator: every call needs the heap.
 const CLOSED: u64 = u64::MAX;
-/// No allocator: the next allocation first searches for worn pages.
-const USED_UP: u64 = u64::MAX - 1;
 /// Maximum number of stream caches of a stream.
 pub(crate) const MOST_CACHES: usize = 16;
 /// Number of wholly free pages that a stream cache keeps when it returns some: this part of its pages, within two
@@ -313,7 +309,6 @@ impl Inner {
     /// Lets the stream cache serve calls without the heap, or stops it.
     pub(crate) fn set_fast(&mut self, fast: bool) {
         self.open = match fast {
-            true if self.runs.accounts.blocks.is_used_up() => USED_UP,
             true => self.allocator,
             false => CLOSED,
         };
@@ -367,12 +362,7 @@ impl Inner {
     /// Adds a block to the sums.
     #[inline(always)]
     fn account(&mut self, bytes: u64, requested: u32) {
-        if self.runs.accounts.add(bytes, u64::from(requested)) {
-            let inner = anew(self);
-            if inner.open != CLOSED {
-                inner.open = USED_UP;
-            }
-        }
+        self.runs.accounts.add(bytes, u64::from(requested));
     }
 
     /// Takes a request at an address of a page, if it is free there.

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, AtomicU64, Ordering};
 
 use super::StreamCache;
-use super::granule::{Node, PAGE_GRANULES, PageInfo, WORN};
+use super::granule::{Node, PAGE_GRANULES, PageInfo};
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
@@ -32,12 +32,6 @@ pub(crate) const SMALL_ID: u32 = 1 << 31;
 const ID_BITS: u32 = PAGE_BITS - GRANULE.ilog2();
 /// Number of page numbers, after which they repeat.
 const NUMBERS: u32 = SMALL_ID >> ID_BITS;
-
-/// Returns the page number in a small block's number.
-#[inline(always)]
-pub(crate) fn page_of(id: u32) -> u32 {
-    (id & !SMALL_ID) >> ID_BITS
-}
 
 #[derive(Debug)]
 struct Entry {
@@ -211,21 +205,18 @@ impl PageTable {
         Some((cache, Node::new(page, place)))
     }
 
-    /// Returns a page at `base` for its next stream cache: a worn page gets another number, and its generations start
-    /// again. It must have no stream cache now. `None` for an address that no device has.
+    /// Returns a page at `base` for its next stream cache, which it must not have yet. `None` for an address that no
+    /// device has.
     pub(crate) fn info(&self, base: u64) -> Option<PageInfo> {
         let stretch = self.made_stretch(base)?;
         let (entry, number) = (&stretch.entries[place(base)], &stretch.numbers[place(base)]);
-        let worn = entry.generation.load(Ordering::Relaxed) >= WORN;
-        if worn || number.load(Ordering::Relaxed) == NUMBERS {
+        if number.load(Ordering::Relaxed) == NUMBERS {
             let next = self.numbers.fetch_add(1, Ordering::Relaxed) % NUMBERS;
             number.store(next, Ordering::Relaxed);
-            entry.generation.store(0, Ordering::Relaxed);
         }
         Some(PageInfo {
             base,
             generation: entry.generation.load(Ordering::Relaxed),
-            number: number.load(Ordering::Relaxed),
         })
     }
 
@@ -276,7 +267,7 @@ mod tests {
         assert!(bases.iter().all(|base| table.find(*base).is_none()));
         for (place, base) in (0..).zip(bases) {
             let info = table.info(base).expect("an address of a device");
-            assert_eq!((info.base, info.number), (base, place));
+            assert_eq!(info.base, base);
             table.set(base, cache(place), place + 10);
         }
         for (place, base) in (0..).zip(bases) {
@@ -285,7 +276,7 @@ mod tests {
                 assert_eq!(found, Some((place, place + 10)));
             }
             let id = table.id(base + 5 * GRANULE).expect("it has a number");
-            assert_eq!((page_of(id), id & ((1 << ID_BITS) - 1)), (place, 5));
+            assert_eq!(id, SMALL_ID | place << ID_BITS | 5);
             for other in [
                 base - 1,
                 base + PAGE,
@@ -305,6 +296,10 @@ mod tests {
         table.clear(info.expect("an address of a device"));
         assert!(table.find(last).is_none());
         let again = table.info(last).expect("an address of a device");
-        assert_eq!((again.number, again.generation), (2, 77));
+        assert_eq!(again.generation, 77);
+        assert_eq!(
+            table.id(last),
+            Some(SMALL_ID | 2 << ID_BITS | (last / GRANULE) as u32 & 127)
+        );
     }
 }

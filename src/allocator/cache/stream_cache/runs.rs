@@ -7,8 +7,8 @@
 
 use super::account::{Accounts, rarely};
 use super::granule::{
-    Bits, FREE, GRANULES, Granule, Kind, LIVE, LIVES, Live, NIL, Node, PAGE_GRANULES, Page,
-    PageInfo, Taken, Using,
+    Bits, FREE, GRANULES, Granule, Kind, LIVE, Live, NIL, Node, PAGE_GRANULES, Page, PageInfo,
+    Taken, Using,
 };
 use crate::allocator::size::GRANULE;
 use std::ptr;
@@ -92,19 +92,15 @@ pub(crate) struct Runs {
     pub(super) free: [u32; GRANULES],
     pub(super) quick: [Quick; LISTS],
     pub(super) vacant: Vec<u32>,
-    /// Pages whose generations are used up.
-    pub(super) worn: Vec<u32>,
 }
 
 impl Default for Runs {
     fn default() -> Self {
-        let mut accounts = Accounts::default();
-        accounts.blocks.allow(LIVES);
         Runs {
             pages: Vec::new(),
             quick_room: 0,
             cap: 0,
-            accounts,
+            accounts: Accounts::default(),
             merges_all: false,
             whole: 0,
             idle: 0,
@@ -115,7 +111,6 @@ impl Default for Runs {
             free: [NIL; GRANULES],
             quick: NO_QUICK,
             vacant: Vec::new(),
-            worn: Vec::new(),
         }
     }
 }
@@ -519,9 +514,6 @@ impl Runs {
 
     /// Removes a page that is one free run, if more than `keep` are, with the ticket of the newest free in it.
     pub(crate) fn remove_page(&mut self, keep: u32) -> Option<(PageInfo, u64)> {
-        if let Some(worn) = self.remove_worn() {
-            return Some(worn);
-        }
         if self.whole <= keep {
             return None;
         }
@@ -534,6 +526,14 @@ impl Runs {
         self.vacant.push(node.page() as u32);
         self.set_cap();
         Some(gone)
+    }
+
+    /// Sets the generation of all pages.
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn age(&mut self, generation: u32) {
+        for page in &mut self.pages {
+            page.info.generation = generation;
+        }
     }
 
     /// Sets the ticket of later frees.

@@ -1,7 +1,6 @@
 //! Tests of the runs of a stream cache by themselves.
 
 use super::granule::PageInfo;
-use super::granule::WORN;
 use super::runs::Runs;
 use super::{Allocated, Inner, Life, Owner, Small, Taken, Using};
 
@@ -13,7 +12,6 @@ fn runs(pages: u64) -> Runs {
         runs.add_page(PageInfo {
             base: at * PAGE,
             generation: 0,
-            number: at as u32,
         });
     }
     runs
@@ -172,82 +170,4 @@ fn r61_pages_used_meanwhile_are_needed() {
     runs.put_merged(taken[1]);
     assert_eq!(runs.take_needed_pages(), 1);
     assert_eq!(runs.take_needed_pages(), 0);
-}
-
-/// A run taken out of use in a worn page counts as freed then, because quick runs may have been freed under the current
-/// ticket.
-#[test]
-fn a_worn_page_goes_with_the_ticket_of_its_newest_free() {
-    let mut runs = runs(1);
-    runs.set_ticket(5);
-    let taken = runs.take(1, 1, 1).map(|taken| taken.node);
-    runs.set_ticket(9);
-    taken.into_iter().for_each(|node| runs.put(node, 1));
-    runs.age(WORN);
-    runs.wear_out();
-    assert!(runs.take(1, 1, 1).is_none() && runs.take(1, 2, 1).is_none());
-    assert_eq!(runs.check(), Ok(()));
-    runs.set_ticket(10);
-    let gone = runs.remove_page(u32::MAX);
-    assert_eq!(
-        gone.map(|(info, ticket)| (info.base, ticket)),
-        Some((PAGE, 9))
-    );
-    assert!(!runs.is_worn() && runs.page_count() == 0);
-    assert_eq!(runs.check(), Ok(()));
-}
-
-/// The free of a block in a worn page goes through the heap, and its run enters no list.
-#[test]
-fn a_block_in_a_worn_page_is_of_no_use_after_it() {
-    for over in [false, true] {
-        let mut runs = runs(1);
-        let Some(node) = runs.take(3, 1, 1).map(|taken| taken.node) else {
-            panic!("there is room");
-        };
-        runs.age(WORN);
-        runs.wear_out();
-        assert!(runs.remove_page(0).is_none(), "a block lives in it");
-        let using = runs.granule(node).live().map(|live| live.using);
-        assert_eq!(using, Some(Using::MANY));
-        runs.set_ticket(5);
-        runs.hold_back(node);
-        assert!(runs.remove_page(0).is_none(), "a block is held back");
-        runs.set_ticket(6);
-        runs.let_go(node, over, true);
-        assert!(runs.take(3, 1, 1).is_none());
-        assert_eq!(runs.check(), Ok(()));
-        let ticket = runs.remove_page(0).map(|(_, ticket)| ticket);
-        assert_eq!(ticket, Some(if over { 5 } else { 6 }));
-    }
-}
-
-/// A stream cache that has used up its allowance searches for worn pages before it continues, whatever stopped it
-/// meanwhile.
-#[test]
-fn generations_a_cache_looks_for_worn_pages_before_they_are_used_up() {
-    for (generation, stops) in [(WORN, false), (WORN, true), (WORN - 3, false)] {
-        let (mut inner, request) = (inner(2), small(1, 1));
-        inner.age(generation, 1);
-        let first = inner.take_anywhere(OWNER, request);
-        assert!(first.is_some());
-        let second = taken(&mut inner, request);
-        if stops {
-            inner.set_fast(false);
-            inner.set_fast(true);
-        }
-        assert!(inner.take_anywhere(OWNER, request).is_none());
-        let total = inner.runs.accounts.blocks.total();
-        inner.look_for_worn();
-        assert_eq!(inner.runs.accounts.blocks.total(), total);
-        let worn = generation == WORN;
-        assert_eq!(inner.runs.is_worn(), worn);
-        let third = inner.take_anywhere(OWNER, request);
-        assert_eq!(third.is_some(), !worn, "all pages are worn");
-        assert_eq!(
-            inner.free_at_once(second.node, Life::Generation(second.generation)),
-            !worn
-        );
-        assert_eq!(inner.runs.check(), Ok(()));
-    }
 }

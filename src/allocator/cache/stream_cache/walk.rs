@@ -115,7 +115,7 @@ impl Runs {
     /// Compares the lists with the contents of the pages, and returns the first inconsistency.
     pub(crate) fn check(&self) -> Result<(), &'static str> {
         let mut counts = [[0u64; GRANULES]; 2];
-        let (mut whole, mut pending, mut count, mut spent) = (0, 0, 0, false);
+        let (mut whole, mut pending, mut count) = (0, 0, 0);
         for (at, page) in (0u32..).zip(&self.pages).filter(|(_, page)| page.present) {
             let mut end = 0;
             let mut before = None;
@@ -145,7 +145,6 @@ impl Runs {
                     Kind::Quick => counts[1][length as usize - 1] += 1,
                     Kind::Pending => pending += u64::from(length),
                     Kind::Used => {}
-                    Kind::Spent => spent |= !self.worn.contains(&at),
                 }
                 before = Some(run.kind);
             }
@@ -196,9 +195,6 @@ impl Runs {
             || whole != self.whole
         {
             return Err("granules are counted");
-        }
-        if spent {
-            return Err("runs are spent in worn pages alone");
         }
         if self.idle > self.whole {
             return Err("pages that are one free run were idle at most");
