@@ -70,26 +70,14 @@ fn double_frees_are_errors_and_reported() {
         call!(bench, cuMemFree_v2(memory)),
         CUresult::CUDA_ERROR_INVALID_VALUE
     );
-    reported!(
-        bench,
-        Report::Destroyed {
-            object: "allocation",
-            ..
-        }
-    );
+    bench.destroyed("allocation");
     let event = bench.event();
     ok!(bench, cuEventDestroy_v2(event));
     assert_eq!(
         call!(bench, cuEventDestroy_v2(event)),
         CUresult::CUDA_ERROR_INVALID_HANDLE
     );
-    reported!(
-        bench,
-        Report::Destroyed {
-            object: "event",
-            ..
-        }
-    );
+    bench.destroyed("event");
 }
 
 #[test]

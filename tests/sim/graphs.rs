@@ -216,9 +216,7 @@ fn nodes_that_nothing_orders_run_in_every_order() {
 fn addresses_of_the_same_memory_race_unless_an_edge_orders_them() {
     let bench = bench();
     let (home, handle) = bench.mapped(GRANULE);
-    let view = bench.reserve(GRANULE);
-    assert_eq!(bench.map(view, GRANULE, handle), OK);
-    assert_eq!(bench.access(view, GRANULE), OK);
+    let view = bench.view(handle);
     let bad = bench.alloc(4);
     for ordered in [true, false] {
         let (own, side) = (stream(&bench), bench.stream());

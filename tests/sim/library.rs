@@ -5,25 +5,26 @@ use cualloc::driver::{Context, Driver};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The library that `cargo test` builds beside this test's executable.
-fn library() -> PathBuf {
+/// The library that `cargo test` without a target filter, or `cargo build --example simdriver`, builds beside this test's
+/// executable.
+fn library() -> Option<PathBuf> {
     let mut folder = std::env::current_exe().unwrap();
     folder.pop();
     folder.pop();
     let suffix = std::env::consts::DLL_SUFFIX;
-    folder
+    let path = folder
         .join("examples")
-        .join(format!("libsimdriver{suffix}"))
+        .join(format!("libsimdriver{suffix}"));
+    if !path.exists() {
+        eprintln!("SKIPPED: {} is not built", path.display());
+        return None;
+    }
+    Some(path)
 }
 
 #[test]
 fn the_library_loads_and_allocates() {
-    let path = library();
-    if !path.exists() {
-        // Built by `cargo test` without a target filter, or by `cargo build --example simdriver`.
-        eprintln!("SKIPPED: {} is not built", path.display());
-        return;
-    }
+    let Some(path) = library() else { return };
     // SAFETY: the library is a simulated driver.
     let driver = unsafe { Driver::open(&path) }.unwrap();
     assert_eq!(driver.version(), 13000);
@@ -42,11 +43,7 @@ fn the_library_loads_and_allocates() {
 
 #[test]
 fn every_function_of_the_table_is_exported() {
-    let path = library();
-    if !path.exists() {
-        eprintln!("SKIPPED: {} is not built", path.display());
-        return;
-    }
+    let Some(path) = library() else { return };
     // SAFETY: the library runs nothing when it is loaded.
     let library = unsafe { libloading::Library::new(&path) }.unwrap();
     let header = include_str!("../../wrapper.h");
@@ -67,11 +64,7 @@ fn every_function_of_the_table_is_exported() {
 /// The program beside the library, compiled and run.
 #[test]
 fn a_program_in_c_runs_on_the_library() {
-    let path = library();
-    if !path.exists() {
-        eprintln!("SKIPPED: {} is not built", path.display());
-        return;
-    }
+    let Some(path) = library() else { return };
     let Some(cc) = compiler() else { return };
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = Folder::new("simdriver-program");

@@ -161,13 +161,7 @@ fn s1_frees_of_what_is_not_known_idle_are_reported() {
     let memory = bench.alloc(4096);
     bench.memset(memory, 1, 16, bench.stream());
     ok!(bench, cuMemFree_v2(memory));
-    reported!(
-        bench,
-        Report::InUse {
-            call: "cuMemFree_v2",
-            ..
-        }
-    );
+    bench.in_use("cuMemFree_v2");
 }
 
 #[test]
@@ -202,13 +196,7 @@ fn work_goes_on_after_its_stream_is_destroyed() {
         call!(bench, cuStreamQuery(stream)),
         CUresult::CUDA_ERROR_INVALID_HANDLE
     );
-    reported!(
-        bench,
-        Report::Destroyed {
-            object: "stream",
-            ..
-        }
-    );
+    bench.destroyed("stream");
     ok!(bench, cuEventSynchronize(event));
     assert_eq!(bench.word(memory), 0x0909_0909);
 }

@@ -2,36 +2,36 @@
 
 use crate::common::rng::Rng;
 use crate::support::*;
+use cualloc::driver::sys::{CUevent, CUstream};
 use cualloc::sim::Report;
 
 const STREAMS: usize = 3;
 const EVENTS: usize = 4;
 const BYTES: u64 = 64;
 
-#[derive(Clone, Debug)]
-enum Step {
+/// First byte and bytes.
+type Range = (u64, u64);
+
+#[derive(Clone, Copy, Debug)]
+enum Act {
     Write {
-        stream: usize,
-        at: u64,
-        len: u64,
+        to: Range,
     },
     Copy {
-        stream: usize,
-        to: u64,
-        from: u64,
-        len: u64,
+        to: Range,
+        from: Range,
     },
-    Record {
-        stream: usize,
-        event: usize,
-    },
-    Wait {
-        stream: usize,
-        event: usize,
-    },
-    Observe {
-        event: usize,
-    },
+    Record,
+    Wait,
+    /// The host waits for the event.
+    Observe,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    stream: usize,
+    event: usize,
+    act: Act,
 }
 
 fn program(seed: u64) -> Vec<Step> {
@@ -43,18 +43,15 @@ fn program(seed: u64) -> Vec<Step> {
         let at = rng.below(BYTES);
         let len = rng.below((BYTES - at).min(8)) + 1;
         let other = rng.below(BYTES - len + 1);
-        steps.push(match rng.below(10) {
-            0 => Step::Write { stream, at, len },
-            1 => Step::Copy {
-                stream,
-                to: at,
-                from: other,
-                len,
-            },
-            2..6 => Step::Record { stream, event },
-            6..9 => Step::Wait { stream, event },
-            _ => Step::Observe { event },
-        });
+        let (to, from) = ((at, len), (other, len));
+        let act = match rng.below(10) {
+            0 => Act::Write { to },
+            1 => Act::Copy { to, from },
+            2..6 => Act::Record,
+            6..9 => Act::Wait,
+            _ => Act::Observe,
+        };
+        steps.push(Step { stream, event, act });
     }
     steps
 }
@@ -62,11 +59,11 @@ fn program(seed: u64) -> Vec<Step> {
 /// One operation of the model: its stream, what it follows, what it reads and writes.
 struct Node {
     after: Vec<bool>,
-    writes: Option<(u64, u64)>,
-    reads: Option<(u64, u64)>,
+    writes: Option<Range>,
+    reads: Option<Range>,
 }
 
-fn overlap(a: Option<(u64, u64)>, b: Option<(u64, u64)>) -> bool {
+fn overlap(a: Option<Range>, b: Option<Range>) -> bool {
     matches!((a, b), (Some((a, n)), Some((b, m))) if a < b + m && b < a + n)
 }
 
@@ -83,40 +80,25 @@ fn first_race(steps: &[Step]) -> Option<usize> {
             .zip(from)
             .for_each(|(into, from)| *into |= from);
     };
-    for (index, step) in steps.iter().enumerate() {
+    for (index, Step { stream, event, act }) in steps.iter().copied().enumerate() {
         let mut node = Node {
             after: vec![],
             writes: None,
             reads: None,
         };
-        match *step {
-            Step::Write { stream, at, len } => {
-                join(&mut known[stream], &host);
-                node.after = known[stream].clone();
-                node.writes = Some((at, len));
-                known[stream][index] = true;
-            }
-            Step::Copy {
-                stream,
-                to,
-                from,
-                len,
-            } => {
-                join(&mut known[stream], &host);
-                node.after = known[stream].clone();
-                node.writes = Some((to, len));
-                node.reads = Some((from, len));
-                known[stream][index] = true;
-            }
-            Step::Record { stream, event } => {
-                join(&mut known[stream], &host);
-                events[event] = known[stream].clone();
-            }
-            Step::Wait { stream, event } => {
-                let row = events[event].clone();
-                join(&mut known[stream], &row);
-            }
-            Step::Observe { event } => join(&mut host, &events[event]),
+        if matches!(act, Act::Write { .. } | Act::Copy { .. } | Act::Record) {
+            join(&mut known[stream], &host);
+        }
+        match act {
+            Act::Write { to } => node.writes = Some(to),
+            Act::Copy { to, from } => (node.writes, node.reads) = (Some(to), Some(from)),
+            Act::Record => events[event] = known[stream].clone(),
+            Act::Wait => join(&mut known[stream], &events[event]),
+            Act::Observe => join(&mut host, &events[event]),
+        }
+        if node.writes.is_some() {
+            node.after = known[stream].clone();
+            known[stream][index] = true;
         }
         let races = nodes.iter().enumerate().any(|(earlier, old)| {
             let unordered = !node.after.get(earlier).copied().unwrap_or(true);
@@ -133,34 +115,37 @@ fn first_race(steps: &[Step]) -> Option<usize> {
     None
 }
 
-fn submit(
-    bench: &Bench,
-    step: &Step,
-    streams: &[cualloc::driver::sys::CUstream],
-    events: &[cualloc::driver::sys::CUevent],
+/// A device on which programs run.
+struct Device {
+    bench: Bench,
+    streams: Vec<CUstream>,
+    events: Vec<CUevent>,
     memory: u64,
-) {
-    match *step {
-        Step::Write { stream, at, len } => {
-            bench.memset(memory + at, 1, len as usize, streams[stream])
+}
+
+impl Device {
+    fn new() -> Device {
+        let bench = bench();
+        Device {
+            streams: (0..STREAMS).map(|_| bench.stream()).collect(),
+            events: (0..EVENTS).map(|_| bench.event()).collect(),
+            memory: bench.alloc(BYTES as usize),
+            bench,
         }
-        Step::Copy {
-            stream,
-            to,
-            from,
-            len,
-        } => {
-            let stream = streams[stream];
-            let code = call!(
-                bench,
-                cuMemcpyDtoDAsync_v2(memory + to, memory + from, len as usize, stream)
-            );
-            assert_eq!(code, OK);
-        }
-        Step::Record { stream, event } => bench.record(events[event], streams[stream]),
-        Step::Wait { stream, event } => bench.wait(streams[stream], events[event]),
-        Step::Observe { event } => {
-            ok!(bench, cuEventSynchronize(events[event]));
+    }
+
+    fn submit(&self, step: &Step) {
+        let (bench, memory) = (&self.bench, self.memory);
+        let (stream, event) = (self.streams[step.stream], self.events[step.event]);
+        match step.act {
+            Act::Write { to: (at, len) } => bench.memset(memory + at, 1, len as usize, stream),
+            Act::Copy { to, from } => {
+                let (to, from, len) = (memory + to.0, memory + from.0, to.1 as usize);
+                ok!(bench, cuMemcpyDtoDAsync_v2(to, from, len, stream));
+            }
+            Act::Record => bench.record(event, stream),
+            Act::Wait => bench.wait(stream, event),
+            Act::Observe => ok!(bench, cuEventSynchronize(event)),
         }
     }
 }
@@ -171,13 +156,10 @@ fn the_detector_finds_the_first_race_of_every_program() {
     for seed in 0..3000 {
         let steps = program(seed);
         let expected = first_race(&steps);
-        let bench = bench();
-        let streams: Vec<_> = (0..STREAMS).map(|_| bench.stream()).collect();
-        let events: Vec<_> = (0..EVENTS).map(|_| bench.event()).collect();
-        let memory = bench.alloc(BYTES as usize);
+        let device = Device::new();
         let found = steps.iter().position(|step| {
-            submit(&bench, step, &streams, &events, memory);
-            bench.sim.report_count() > 0
+            device.submit(step);
+            device.bench.sim.report_count() > 0
         });
         assert_eq!(found, expected, "seed {seed}: {steps:?}");
         match found {
@@ -196,14 +178,12 @@ fn completion_order_does_not_change_whether_a_program_races() {
     for seed in 0..1000 {
         let steps = program(seed);
         let expected = first_race(&steps).is_some();
-        let bench = bench();
+        let device = Device::new();
+        let bench = &device.bench;
         bench.manual();
-        let streams: Vec<_> = (0..STREAMS).map(|_| bench.stream()).collect();
-        let events: Vec<_> = (0..EVENTS).map(|_| bench.event()).collect();
-        let memory = bench.alloc(BYTES as usize);
         let mut rng = Rng::new(seed ^ 0x5eed);
         for step in &steps {
-            submit(&bench, step, &streams, &events, memory);
+            device.submit(step);
             let ready = bench.sim.ready_streams();
             if !ready.is_empty() && rng.below(3) == 0 {
                 assert_eq!(bench.sim.complete_stream(rng.pick(&ready), 1), 1);

@@ -171,13 +171,8 @@ impl Bench {
     }
 
     pub fn word(&self, address: u64) -> u32 {
-        u32::from_le_bytes(
-            self.sim
-                .read_memory(address, 4)
-                .unwrap()
-                .try_into()
-                .unwrap(),
-        )
+        let bytes = self.sim.read_memory(address, 4).unwrap();
+        u32::from_le_bytes(bytes.try_into().unwrap())
     }
 
     pub fn sync(&self) {
@@ -226,6 +221,28 @@ impl Bench {
     pub fn silent(&self) {
         let reports = self.sim.take_reports();
         assert!(reports.is_empty(), "{reports:?}");
+    }
+
+    /// An object was used that had been destroyed.
+    #[track_caller]
+    pub fn destroyed(&self, what: &str) {
+        self.reported(
+            |report| matches!(report, Report::Destroyed { object, .. } if *object == what),
+        );
+    }
+
+    /// Memory went in a call although the host had not seen its uses complete.
+    #[track_caller]
+    pub fn in_use(&self, name: &str) {
+        self.reported(|report| matches!(report, Report::InUse { call, .. } if *call == name));
+    }
+
+    /// A second mapping of a handle, with access.
+    pub fn view(&self, handle: u64) -> u64 {
+        let view = self.reserve(GRANULE);
+        assert_eq!(self.map(view, GRANULE, handle), OK);
+        assert_eq!(self.access(view, GRANULE), OK);
+        view
     }
 
     #[track_caller]

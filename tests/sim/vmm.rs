@@ -52,9 +52,7 @@ fn parts_of_a_mapping_are_not_unmapped_several_whole_ones_are() {
 fn memory_lives_until_the_last_mapping_and_the_last_reference_are_gone() {
     let bench = bench();
     let (at, handle) = bench.mapped(GRANULE);
-    let view = bench.reserve(GRANULE);
-    assert_eq!(bench.map(view, GRANULE, handle), OK);
-    assert_eq!(bench.access(view, GRANULE), OK);
+    let view = bench.view(handle);
     ok!(bench, cuMemRelease(handle));
     ok!(bench, cuMemUnmap(at, GRANULE));
     assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
@@ -64,13 +62,7 @@ fn memory_lives_until_the_last_mapping_and_the_last_reference_are_gone() {
     assert_eq!(bench.sim.memory_in_use(0), 0);
     bench.silent();
     assert_eq!(call!(bench, cuMemRelease(handle)), INVALID);
-    reported!(
-        bench,
-        Report::Destroyed {
-            object: "handle",
-            ..
-        }
-    );
+    bench.destroyed("handle");
 }
 
 #[test]
@@ -105,13 +97,7 @@ fn unmapping_asks_that_the_host_has_seen_all_uses_complete() {
     let (at, _) = bench.mapped(GRANULE);
     bench.memset(at, 1, 16, stream);
     ok!(bench, cuMemUnmap(at, GRANULE));
-    reported!(
-        bench,
-        Report::InUse {
-            call: "cuMemUnmap",
-            ..
-        }
-    );
+    bench.in_use("cuMemUnmap");
 }
 
 #[test]
