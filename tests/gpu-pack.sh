@@ -34,7 +34,7 @@ done
 cargo build -q --release -p cualloc-capi
 mkdir -p "$out/tests/c"
 install -s "${CARGO_TARGET_DIR:-target}/release/libcualloc_capi.so" "$out/tests/c/libcualloc.so.0.1"
-for source in basic.c hostile.c stranger.c ends.c forked.c driver.c pools.c planted.c; do
+for source in basic.c stranger.c ends.c forked.c driver.c pools.c planted.c; do
     gcc -std=c11 -O2 -pthread -I capi/include "capi/tests/c/$source" "$out/tests/c/libcualloc.so.0.1" -ldl \
         -Wl,-rpath,'$ORIGIN' -o "$out/tests/c/${source%.c}"
 done

@@ -96,7 +96,7 @@ if wanted tests; then
 fi
 
 if wanted c; then
-    for program in basic hostile "stranger 5" ends forked face pools driver "driver context-dies-first"; do
+    for program in basic "stranger 5" ends forked face pools driver "driver context-dies-first"; do
         # shellcheck disable=SC2086
         run "c $program" env CUALLOC_DEVICE=cuda "$scratch"/tests/c/$program
         grep 'ns a pair' "$log"

@@ -15,15 +15,12 @@ static void options(void) {
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", "\xff\xfe"));
     EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "device", "tpu"));
     /* Each of them is right by itself. */
-    EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_create(0, options, &made));
-    CHECK(made == 0);
+    NOTHING(CUALLOC_INVALID_ARGUMENT, cualloc_create(0, options, &made), made);
     cualloc_options_free(options);
     cualloc_options_free(options);
     cualloc_options_free(0);
     EXPECT(CUALLOC_CLOSED, cualloc_options_set(options, "limit", "64M"));
-    made = (cualloc_t *)1;
-    EXPECT(CUALLOC_CLOSED, cualloc_create(0, options, &made));
-    CHECK(made == 0);
+    NOTHING(CUALLOC_CLOSED, cualloc_create(0, options, &made), made);
 }
 
 static void figures(cualloc_t *allocator, uint64_t blocks, uint64_t requested) {
@@ -80,8 +77,7 @@ static void blocks(cualloc_t *allocator) {
     CHECK(bytes == 1024);
     EXPECT(CUALLOC_OK, cualloc_base(allocator, large + 4097, &base, &bytes));
     CHECK(base == large && bytes == 10u << 20);
-    EXPECT(CUALLOC_NOT_LIVE, cualloc_usable_size(allocator, large + 512, &bytes));
-    CHECK(bytes == 0);
+    NOTHING(CUALLOC_NOT_LIVE, cualloc_usable_size(allocator, large + 512, &bytes), bytes);
     EXPECT(CUALLOC_NOT_LIVE, cualloc_free(allocator, large + 512));
     EXPECT(CUALLOC_NOT_LIVE, cualloc_free(allocator, small + 512));
     EXPECT(CUALLOC_OK, cualloc_record_stream(allocator, large + 1, stream_of(2)));
@@ -100,8 +96,7 @@ static void blocks(cualloc_t *allocator) {
     EXPECT(CUALLOC_OK, cualloc_trim(allocator, UINT64_MAX, &released, &pending));
     CHECK(released == 0);
     EXPECT(CUALLOC_OK, cualloc_trim(allocator, 0, 0, 0));
-    EXPECT(CUALLOC_OK, cualloc_empty_cache(allocator, &released, &pending));
-    CHECK(pending == 0);
+    NOTHING(CUALLOC_OK, cualloc_empty_cache(allocator, &released, &pending), pending);
     figures(allocator, 0, 0);
 }
 
@@ -110,8 +105,7 @@ static void memory_runs_out(cualloc_t *allocator) {
     cualloc_stats_t stats;
     stats.struct_size = sizeof stats;
     EXPECT(CUALLOC_OK, cualloc_set_limit(allocator, 8u << 20));
-    EXPECT(CUALLOC_OUT_OF_MEMORY, cualloc_alloc(allocator, 64u << 20, 0, &ptr));
-    CHECK(ptr == 0);
+    NOTHING(CUALLOC_OUT_OF_MEMORY, cualloc_alloc(allocator, 64u << 20, 0, &ptr), ptr);
     CHECK(strstr(cualloc_last_error(), "out of memory on device 0 (limit): requested 64.00 MiB") != 0);
     CHECK(strstr(cualloc_last_error(), "bound 8.00 MiB (limit), missing 56.00 MiB") != 0);
     CHECK(strstr(cualloc_last_error(), "Raise the limit by 58720256 bytes") != 0);

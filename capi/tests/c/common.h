@@ -29,6 +29,14 @@
         }                                                                                          \
     } while (0)
 
+/* A call that fails with this code, and makes its result 0. */
+#define NOTHING(code, call, out)                                                                   \
+    do {                                                                                           \
+        (out) = (__typeof__(out))(uintptr_t)7;                                                     \
+        EXPECT(code, call);                                                                        \
+        CHECK((out) == 0);                                                                         \
+    } while (0)
+
 /* Options for the simulator, unless CUALLOC_DEVICE says cuda. */
 static inline cualloc_options_t *new_options(void) {
     const char *device = getenv("CUALLOC_DEVICE");
@@ -46,6 +54,14 @@ static inline cualloc_t *new_allocator(void) {
     CHECK(made != 0);
     cualloc_options_free(options);
     return made;
+}
+
+static inline cualloc_scope_t scope_of(int32_t kind) {
+    cualloc_scope_t scope;
+    memset(&scope, 0, sizeof scope);
+    scope.struct_size = sizeof scope;
+    scope.kind = kind;
+    return scope;
 }
 
 static inline void *stream_of(uintptr_t special) { return (void *)special; }

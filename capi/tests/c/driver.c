@@ -1,26 +1,12 @@
 /* Streams and a context of the caller's, made with the driver's own functions: the driver of this machine, or what
  * CUALLOC_DRIVER names. With an argument the last part is that the context dies first. */
 #include "common.h"
+#include "load.h"
 
-#include <dlfcn.h>
 #include <time.h>
 
-typedef int (*init_fn)(unsigned);
-typedef int (*retain_fn)(void **, int);
-typedef int (*release_fn)(int);
-typedef int (*set_fn)(void *);
-typedef int (*create_fn)(void **, unsigned);
 typedef int (*stream_fn)(void *);
 typedef int (*fill_fn)(unsigned long long, unsigned char, size_t, void *);
-
-static void *driver;
-
-/* ISO C has no conversion of an object's address to a function's. */
-static void find(const char *name, void *function) {
-    void *found = dlsym(driver, name);
-    CHECK(found != 0);
-    memcpy(function, &found, sizeof found);
-}
 
 static void uses(cualloc_t *allocator, void *first, void *second, fill_fn fill, stream_fn wait) {
     int turn;
@@ -54,31 +40,24 @@ static void pairs(cualloc_t *allocator, void *stream, size_t bytes) {
 }
 
 int main(int argc, char **argv) {
-    const char *name = getenv("CUALLOC_DRIVER");
-    init_fn init;
-    retain_fn retain;
-    release_fn release;
-    set_fn set;
-    create_fn create;
+    void *driver = the_driver();
+    int (*init)(unsigned), (*retain)(void **, int), (*release)(int), (*set)(void *), (*create)(void **, unsigned);
     stream_fn destroy, wait;
     fill_fn fill;
     cualloc_t *allocator;
     void *context, *first, *second;
     uint64_t ptr = 1;
     (void)argv;
-    driver = dlopen(name ? name : "libcuda.so.1", RTLD_NOW);
-    CHECK(driver != 0);
-    find("cuInit", &init);
-    find("cuDevicePrimaryCtxRetain", &retain);
-    find("cuDevicePrimaryCtxRelease_v2", &release);
-    find("cuCtxSetCurrent", &set);
-    find("cuStreamCreate", &create);
-    find("cuStreamDestroy_v2", &destroy);
-    find("cuStreamSynchronize", &wait);
-    find("cuMemsetD8Async", &fill);
+    find(driver, "cuInit", &init);
+    find(driver, "cuDevicePrimaryCtxRetain", &retain);
+    find(driver, "cuDevicePrimaryCtxRelease_v2", &release);
+    find(driver, "cuCtxSetCurrent", &set);
+    find(driver, "cuStreamCreate", &create);
+    find(driver, "cuStreamDestroy_v2", &destroy);
+    find(driver, "cuStreamSynchronize", &wait);
+    find(driver, "cuMemsetD8Async", &fill);
     CHECK(init(0) == 0);
-    EXPECT(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(0, NULL_OPTIONS, &allocator));
-    CHECK(allocator == 0);
+    NOTHING(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(0, NULL_OPTIONS, &allocator), allocator);
     CHECK(retain(&context, 0) == 0 && set(context) == 0);
     EXPECT(CUALLOC_OK, cualloc_create_in(0, NULL_OPTIONS, &allocator));
     CHECK(create(&first, 1) == 0 && create(&second, 1) == 0);
@@ -99,8 +78,7 @@ int main(int argc, char **argv) {
     EXPECT(CUALLOC_OK, cualloc_empty_cache(allocator, 0, 0));
     if (argc > 1) {
         CHECK(release(0) == 0);
-        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_alloc(allocator, 64u << 20, 0, &ptr));
-        CHECK(ptr == 0);
+        NOTHING(CUALLOC_CONTEXT_LOST, cualloc_alloc(allocator, 64u << 20, 0, &ptr), ptr);
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_alloc(allocator, 1000, 0, &ptr));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_trim(allocator, 0, 0, 0));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_destroy(allocator));

@@ -1,19 +1,11 @@
 // The C++ face: owners, exceptions.
 #include <cualloc.hpp>
 
-#include <cstdio>
-#include <cstdlib>
+#include "common.h"
+
 #include <memory>
 #include <string>
 #include <type_traits>
-
-#define CHECK(condition)                                                                 \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                                \
-        }                                                                                \
-    } while (0)
 
 template <class F>
 static std::int32_t code_of(F&& run) {
@@ -77,7 +69,7 @@ static void pools(const cualloc::allocator& gpu) {
 }
 
 int main() {
-    const char* device = std::getenv("CUALLOC_DEVICE");
+    const char* device = getenv("CUALLOC_DEVICE");
     cualloc::options options;
     options.set("device", device ? device : "sim").set("limit", "64M");
     CHECK(code_of([&] { options.set("limit", "x"); }) == CUALLOC_INVALID_ARGUMENT);
@@ -120,5 +112,5 @@ int main() {
     CHECK(gpu.get() == nullptr && moved.stats().blocks.current == 0);
     moved.close();
     CHECK(code_of([&] { cualloc::allocator(-1, options); }) == CUALLOC_INVALID_ARGUMENT);
-    std::puts("well");
+    puts("well");
 }

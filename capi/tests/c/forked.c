@@ -8,14 +8,11 @@
 int main(void) {
     cualloc_t *allocator = new_allocator(), *made = (cualloc_t *)1;
     cualloc_pool_t *pool = 0, *none = (cualloc_pool_t *)1;
-    cualloc_scope_t scope;
+    cualloc_scope_t scope = scope_of(CUALLOC_SCOPE_THREAD);
     uint64_t ptr = 0, other = 1, entered = 0;
     int status = 0;
     pid_t child;
     EXPECT(CUALLOC_OK, cualloc_alloc(allocator, 4096, 0, &ptr));
-    memset(&scope, 0, sizeof scope);
-    scope.struct_size = sizeof scope;
-    scope.kind = CUALLOC_SCOPE_THREAD;
     EXPECT(CUALLOC_OK, cualloc_pool_create(allocator, &pool));
     EXPECT(CUALLOC_OK, cualloc_pool_enter(pool, &scope, &entered));
     child = fork();
@@ -24,8 +21,7 @@ int main(void) {
         cualloc_stats_t stats;
         alarm(60);
         stats.struct_size = sizeof stats;
-        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_alloc(allocator, 4096, 0, &other));
-        CHECK(other == 0);
+        NOTHING(CUALLOC_CONTEXT_LOST, cualloc_alloc(allocator, 4096, 0, &other), other);
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_free(allocator, ptr));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_record_stream(allocator, ptr, 0));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_retire_stream(allocator, 0));
@@ -37,8 +33,7 @@ int main(void) {
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_reset_peaks(allocator));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_usable_size(allocator, ptr, &other));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_check(allocator));
-        EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_create(allocator, &none));
-        CHECK(none == 0);
+        NOTHING(CUALLOC_CONTEXT_LOST, cualloc_pool_create(allocator, &none), none);
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_enter(pool, &scope, &other));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_leave(pool, entered));
         EXPECT(CUALLOC_CONTEXT_LOST, cualloc_pool_release(pool));

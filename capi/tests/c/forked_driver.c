@@ -2,8 +2,8 @@
  * driver is what CUALLOC_DRIVER names. */
 #define _GNU_SOURCE
 #include "common.h"
+#include "load.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -17,13 +17,6 @@ static int inside[2], onwards[2];
 static char *page;
 static unsigned long long memory;
 
-/* ISO C has no conversion of an object's address to a function's. */
-static void find(const char *name, void *function) {
-    void *found = dlsym(driver, name);
-    CHECK(found != 0);
-    memcpy(function, &found, sizeof found);
-}
-
 /* The thread is where the driver reads the page: it stays there until it is told to go on. */
 static void faulted(int signal) {
     char byte = 0;
@@ -35,8 +28,8 @@ static void faulted(int signal) {
 static void *upload(void *none) {
     int (*set)(void *);
     int (*copy)(unsigned long long, const void *, size_t, void *);
-    find("cuCtxSetCurrent", &set);
-    find("cuMemcpyHtoDAsync_v2", &copy);
+    find(driver, "cuCtxSetCurrent", &set);
+    find(driver, "cuMemcpyHtoDAsync_v2", &copy);
     CHECK(set(context) == 0);
     CHECK(copy(memory, page, PAGE, 0) == 0);
     return none;
@@ -49,12 +42,11 @@ int main(void) {
     pid_t child;
     char byte = 0;
     int status = 0;
-    driver = dlopen(getenv("CUALLOC_DRIVER"), RTLD_NOW);
-    CHECK(driver != 0);
-    find("cuInit", &init);
-    find("cuDevicePrimaryCtxRetain", &retain);
-    find("cuCtxSetCurrent", &set);
-    find("cuMemAlloc_v2", &allocate);
+    driver = the_driver();
+    find(driver, "cuInit", &init);
+    find(driver, "cuDevicePrimaryCtxRetain", &retain);
+    find(driver, "cuCtxSetCurrent", &set);
+    find(driver, "cuMemAlloc_v2", &allocate);
     CHECK(init(0) == 0 && retain(&context, 0) == 0 && set(context) == 0 && allocate(&memory, PAGE) == 0);
     CHECK(pipe(inside) == 0 && pipe(onwards) == 0);
     page = mmap(0, PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -1,20 +1,12 @@
 // The memory resource, compiled with RMM's headers, and run on the simulator by way of cuda::mr.
 #include <cualloc_rmm.hpp>
 
+#include "common.h"
+
 #include <rmm/mr/per_device_resource.hpp>
 #include <rmm/device_buffer.hpp>
 
-#include <cstdio>
-#include <cstdlib>
 #include <thread>
-
-#define CHECK(condition)                                                                 \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                                \
-        }                                                                                \
-    } while (0)
 
 // Compiled, and run only where there is a GPU.
 static void on_a_gpu() {
@@ -89,5 +81,5 @@ int main(int count, char**) {
     }
     CHECK(caught);
     if (count > 1) on_a_gpu();
-    std::puts("well");
+    puts("well");
 }

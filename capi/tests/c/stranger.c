@@ -57,6 +57,7 @@ static void keeps_context(void *before) {
 }
 
 #define IS(code, call) EXPECT(code, sound(call))
+#define REFUSED(code, call, out) NOTHING(code, sound(call), out)
 
 /* ---- what the header says ------------------------------------------------------------------------------------- */
 
@@ -68,19 +69,16 @@ static void functions_of_an_allocator(cualloc_t *handle, int32_t code) {
     size_t i;
     memset(&figures, 7, sizeof figures);
     figures.struct_size = sizeof figures;
-    IS(code, cualloc_alloc(handle, SIZE_MAX, 0, &out));
-    CHECK(out == 0);
-    out = 7;
-    IS(code, cualloc_alloc_aligned(handle, 1, SIZE_MAX, 0, &out));
-    CHECK(out == 0);
+    REFUSED(code, cualloc_alloc(handle, SIZE_MAX, 0, &out), out);
+    REFUSED(code, cualloc_alloc_aligned(handle, 1, SIZE_MAX, 0, &out), out);
     IS(code, cualloc_free(handle, UINT64_MAX));
     IS(code, cualloc_free_on(handle, UINT64_MAX, 0));
     IS(code, cualloc_record_stream(handle, UINT64_MAX, 0));
     IS(code, cualloc_adopt_stream(handle, 0));
     IS(code, cualloc_retire_stream(handle, 0));
-    out = 7;
-    IS(code, cualloc_usable_size(handle, 1, &out));
-    CHECK(out == 0);
+    IS(code, cualloc_stream_synchronize(handle, 0));
+    IS(code, cualloc_make_current(handle));
+    REFUSED(code, cualloc_usable_size(handle, 1, &out), out);
     out = 7;
     IS(code, cualloc_base(handle, 1, &out, &other));
     CHECK(out == 0 && other == 0);
@@ -97,18 +95,11 @@ static void functions_of_an_allocator(cualloc_t *handle, int32_t code) {
     IS(code, cualloc_check(handle));
     IS(code, cualloc_stats(handle, &figures));
     CHECK(figures.struct_size == sizeof figures && figures.hits == 0 && figures.graph_pools == 0);
-    IS(code, cualloc_pool_create(handle, &pool));
-    CHECK(pool == 0);
-    pool = (cualloc_pool_t *)7;
-    IS(code, cualloc_pool_create_tagged(handle, "tag", &pool));
-    CHECK(pool == 0);
+    REFUSED(code, cualloc_pool_create(handle, &pool), pool);
+    REFUSED(code, cualloc_pool_create_tagged(handle, "tag", &pool), pool);
     for (i = 0; i < sizeof selects / sizeof *selects; i++) {
-        out = 7;
-        IS(code, cualloc_suspend(handle, selects[i], 0, CUALLOC_CONTENTS_DROP, &out));
-        CHECK(out == 0);
-        out = 7;
-        IS(code, cualloc_resume(handle, selects[i], 0, &out));
-        CHECK(out == 0);
+        REFUSED(code, cualloc_suspend(handle, selects[i], 0, CUALLOC_CONTENTS_DROP, &out), out);
+        REFUSED(code, cualloc_resume(handle, selects[i], 0, &out), out);
     }
     IS(code, cualloc_destroy(handle));
 }
@@ -125,13 +116,9 @@ static void functions_of_a_pool(cualloc_pool_t *pool, int32_t code) {
     uint64_t scope;
     int32_t kind;
     for (kind = CUALLOC_SCOPE_CAPTURE; kind <= CUALLOC_SCOPE_THREAD; kind++) {
-        memset(&which, 0, sizeof which);
-        which.struct_size = sizeof which;
-        which.kind = kind;
+        which = scope_of(kind);
         which.when = kind == CUALLOC_SCOPE_WHEN ? yes : 0;
-        scope = 7;
-        IS(code, cualloc_pool_enter(pool, &which, &scope));
-        CHECK(scope == 0);
+        REFUSED(code, cualloc_pool_enter(pool, &which, &scope), scope);
     }
     IS(code, cualloc_pool_leave(pool, 1));
     IS(code, cualloc_pool_leave(pool, UINT64_MAX));
@@ -160,11 +147,8 @@ static void wrong_handles(void) {
         if (closed[i] == (void *)live_options) continue;
         IS(CUALLOC_CLOSED, cualloc_options_set((cualloc_options_t *)closed[i], "limit", "1G"));
         cualloc_options_free((cualloc_options_t *)closed[i]);
-        IS(CUALLOC_CLOSED, cualloc_create(0, (cualloc_options_t *)closed[i], &made));
-        CHECK(made == 0);
-        made = (cualloc_t *)7;
-        IS(CUALLOC_CLOSED, cualloc_create_in(context, (cualloc_options_t *)closed[i], &made));
-        CHECK(made == 0);
+        REFUSED(CUALLOC_CLOSED, cualloc_create(0, (cualloc_options_t *)closed[i], &made), made);
+        REFUSED(CUALLOC_CLOSED, cualloc_create_in(context, (cualloc_options_t *)closed[i], &made), made);
     }
     cualloc_options_free(0);
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(0, "limit", "1G"));
@@ -175,14 +159,11 @@ static void wrong_handles(void) {
 
 static void nowhere_to_write(cualloc_t *own, cualloc_pool_t *pool) {
     static const size_t small[] = {0, 1, sizeof(size_t) - 1};
-    cualloc_scope_t which;
+    cualloc_scope_t which = scope_of(CUALLOC_SCOPE_THREAD);
     cualloc_stats_t figures;
     cualloc_footprint_t held;
     uint64_t out = 7;
     size_t i;
-    memset(&which, 0, sizeof which);
-    which.struct_size = sizeof which;
-    which.kind = CUALLOC_SCOPE_THREAD;
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_create(0, 0, 0));
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(context, 0, 0));
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_shared(0, 0));
@@ -190,8 +171,7 @@ static void nowhere_to_write(cualloc_t *own, cualloc_pool_t *pool) {
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_alloc_aligned(own, 1, 1, 0, 0));
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_usable_size(own, 1, 0));
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_base(own, 1, 0, 0));
-    IS(CUALLOC_INVALID_ARGUMENT, cualloc_base(own, 1, 0, &out));
-    CHECK(out == 0);
+    REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_base(own, 1, 0, &out), out);
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_stats(own, 0));
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_pool_create(own, 0));
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_pool_create_tagged(own, "tag", 0));
@@ -238,37 +218,37 @@ static void structures_of_other_versions(cualloc_t *own) {
 static void sizes_and_addresses(cualloc_t *own, void *stream) {
     static const size_t sizes[] = {0, SIZE_MAX, SIZE_MAX - 1, SIZE_MAX - 511, SIZE_MAX / 2, SIZE_MAX / 2 + 1};
     static const size_t wrong[] = {0, 3, 511, 513, (size_t)1 << 22, (size_t)1 << 63, SIZE_MAX};
+    static const uint64_t foreign[] = {1, 512, 4095, UINT64_MAX, (uint64_t)1 << 63, UINT64_MAX - 511};
     uint64_t block, out = 7, bytes;
     size_t i, alignment;
     for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        out = 7;
-        IS(CUALLOC_INVALID_ARGUMENT, cualloc_alloc(own, sizes[i], stream, &out));
-        CHECK(out == 0);
-        out = 7;
-        IS(CUALLOC_INVALID_ARGUMENT, cualloc_alloc_aligned(own, sizes[i], 1 << 21, stream, &out));
-        CHECK(out == 0);
+        REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_alloc(own, sizes[i], stream, &out), out);
+        REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_alloc_aligned(own, sizes[i], 1 << 21, stream, &out), out);
     }
     for (i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        out = 7;
-        IS(CUALLOC_INVALID_ARGUMENT, cualloc_alloc_aligned(own, 1, wrong[i], stream, &out));
-        CHECK(out == 0);
+        REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_alloc_aligned(own, 1, wrong[i], stream, &out), out);
     }
+    for (i = 0; i < sizeof foreign / sizeof *foreign; i++) {
+        IS(CUALLOC_NOT_OURS, cualloc_free(own, foreign[i]));
+        IS(CUALLOC_NOT_OURS, cualloc_free_on(own, foreign[i], 0));
+        IS(CUALLOC_NOT_OURS, cualloc_record_stream(own, foreign[i], 0));
+        REFUSED(CUALLOC_NOT_OURS, cualloc_usable_size(own, foreign[i], &out), out);
+        REFUSED(CUALLOC_NOT_OURS, cualloc_base(own, foreign[i], &bytes, &out), out);
+    }
+    IS(CUALLOC_NOT_OURS, cualloc_record_stream(own, 0, 0));
     for (alignment = 1; alignment <= (size_t)1 << 21; alignment <<= 1) {
         IS(CUALLOC_OK, cualloc_alloc_aligned(own, 1, alignment, stream, &out));
         CHECK(out != 0 && out % alignment == 0);
         IS(CUALLOC_OK, cualloc_free(own, out));
     }
-    out = 7;
-    IS(CUALLOC_OUT_OF_MEMORY, cualloc_alloc(own, (size_t)1 << 40, stream, &out));
-    CHECK(out == 0);
+    REFUSED(CUALLOC_OUT_OF_MEMORY, cualloc_alloc(own, (size_t)1 << 40, stream, &out), out);
     IS(CUALLOC_OK, cualloc_alloc(own, 100000, stream, &block));
     CHECK(block % 512 == 0);
     IS(CUALLOC_OK, cualloc_base(own, block + 99999, &out, &bytes));
     CHECK(out == block && bytes >= 100000);
     IS(CUALLOC_OK, cualloc_record_stream(own, block + 1, stream));
     IS(CUALLOC_NOT_LIVE, cualloc_free(own, block + 512));
-    IS(CUALLOC_NOT_LIVE, cualloc_usable_size(own, block + 512, &out));
-    CHECK(out == 0);
+    REFUSED(CUALLOC_NOT_LIVE, cualloc_usable_size(own, block + 512, &out), out);
     IS(CUALLOC_NOT_OURS, cualloc_free(common, block));
     IS(CUALLOC_NOT_OURS, cualloc_free_on(common, block, 0));
     IS(CUALLOC_NOT_OURS, cualloc_record_stream(common, block, 0));
@@ -300,8 +280,7 @@ static void settings(void) {
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(options, "limit", 0));
     IS(CUALLOC_OK, cualloc_options_set(options, "policy", "classic"));
     IS(CUALLOC_OK, cualloc_options_set(options, "peers", "1"));
-    IS(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(context, options, &made));
-    CHECK(made == 0);
+    REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(context, options, &made), made);
     cualloc_options_free(options);
     cualloc_options_free(options);
     IS(CUALLOC_CLOSED, cualloc_options_set(options, "limit", "1G"));
@@ -314,8 +293,7 @@ static void devices(void) {
     for (i = 0; i < sizeof bad / sizeof *bad; i++) {
         cualloc_t *made = (cualloc_t *)7;
         cualloc_torch_pool_id_t id = {UINT64_MAX, (uint64_t)i};
-        IS(CUALLOC_INVALID_ARGUMENT, cualloc_create(bad[i], 0, &made));
-        CHECK(made == 0);
+        REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_create(bad[i], 0, &made), made);
         made = (cualloc_t *)7;
         IS(CUALLOC_INVALID_ARGUMENT, cualloc_shared(bad[i], &made));
         CHECK(made == 0 && cualloc_shared_made(bad[i]) == 0);
@@ -358,20 +336,14 @@ struct asked {
 /* Calls back into the library with everything that it should not. */
 static bool meddles(void *data, void *stream) {
     struct asked *asked = data;
-    cualloc_scope_t which;
+    cualloc_scope_t which = scope_of(CUALLOC_SCOPE_WHEN);
     uint64_t out = 7;
     (void)stream;
     asked->asked++;
-    memset(&which, 0, sizeof which);
-    which.struct_size = sizeof which;
-    which.kind = CUALLOC_SCOPE_WHEN;
     which.when = yes;
-    IS(CUALLOC_BUSY, cualloc_pool_enter(asked->pool, &which, &out));
-    CHECK(out == 0);
+    REFUSED(CUALLOC_BUSY, cualloc_pool_enter(asked->pool, &which, &out), out);
     IS(CUALLOC_BUSY, cualloc_destroy(asked->own));
-    out = 7;
-    IS(CUALLOC_BUSY, cualloc_alloc(asked->own, 700, 0, &out));
-    CHECK(out == 0);
+    REFUSED(CUALLOC_BUSY, cualloc_alloc(asked->own, 700, 0, &out), out);
     IS(CUALLOC_OK, cualloc_check(asked->own));
     return true;
 }
@@ -385,17 +357,12 @@ static void pools(cualloc_t *own, cualloc_pool_t *other, void *stream) {
     cualloc_footprint_t held;
     uint64_t scope, again, block;
     size_t i;
-    IS(CUALLOC_INVALID_ARGUMENT, cualloc_pool_create_tagged(own, 0, &asked.pool));
-    CHECK(asked.pool == 0);
+    REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_pool_create_tagged(own, 0, &asked.pool), asked.pool);
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_pool_create_tagged(own, no_utf8, &asked.pool));
     IS(CUALLOC_OK, cualloc_pool_create_tagged(own, "a;b", &asked.pool));
-    memset(&which, 0, sizeof which);
-    which.struct_size = sizeof which;
     for (i = 0; i < sizeof kinds / sizeof *kinds; i++) {
-        which.kind = kinds[i];
-        scope = 7;
-        IS(CUALLOC_INVALID_ARGUMENT, cualloc_pool_enter(asked.pool, &which, &scope));
-        CHECK(scope == 0);
+        which = scope_of(kinds[i]);
+        REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_pool_enter(asked.pool, &which, &scope), scope);
     }
     which.kind = CUALLOC_SCOPE_WHEN;
     which.done = is_done;
@@ -426,8 +393,7 @@ static void pools(cualloc_t *own, cualloc_pool_t *other, void *stream) {
     IS(CUALLOC_SUSPENDED, cualloc_resume(own, CUALLOC_SELECT_POOL, asked.pool, &again));
     IS(CUALLOC_OK, cualloc_suspend(own, CUALLOC_SELECT_POOL, asked.pool, CUALLOC_CONTENTS_HOST, &again));
     CHECK(again >= 3 << 20);
-    IS(CUALLOC_SUSPENDED, cualloc_suspend(own, CUALLOC_SELECT_TAG, (void *)(uintptr_t)"a;b", 0, &again));
-    CHECK(again == 0);
+    REFUSED(CUALLOC_SUSPENDED, cualloc_suspend(own, CUALLOC_SELECT_TAG, (void *)(uintptr_t)"a;b", 0, &again), again);
     IS(CUALLOC_OK, cualloc_resume(own, CUALLOC_SELECT_TAG, (void *)(uintptr_t)"a;b", &again));
     IS(CUALLOC_OK, cualloc_pool_release(asked.pool));
     CHECK(asked.done == 2);
@@ -448,8 +414,7 @@ static void a_dead_context(void *before) {
     IS(CUALLOC_OK, cualloc_pool_create(own, &pool));
     IS(CUALLOC_OK, cualloc_alloc(own, 5000, 0, &block));
     CHECK(destroy_context(doomed) == 0 && set_context(before) == 0);
-    IS(CUALLOC_CONTEXT_LOST, cualloc_alloc(own, 64 << 20, 0, &out));
-    CHECK(out == 0);
+    REFUSED(CUALLOC_CONTEXT_LOST, cualloc_alloc(own, 64 << 20, 0, &out), out);
     IS(CUALLOC_CONTEXT_LOST, cualloc_alloc_aligned(own, 1, 1, 0, &out));
     IS(CUALLOC_CONTEXT_LOST, cualloc_free(own, block));
     IS(CUALLOC_CONTEXT_LOST, cualloc_free_on(own, block, 0));
@@ -508,9 +473,7 @@ static void storm(uint64_t *state, void *stream) {
         case 7: cualloc_set_context(cualloc_set_context((uint32_t)next(state))); break;
         case 8: IS(CUALLOC_NOT_OURS, cualloc_free(common, next(state) % 4096 + 1)); break;
         default:
-            made = (cualloc_t *)7;
-            IS(CUALLOC_INVALID_ARGUMENT, cualloc_create(INT32_MAX - (int32_t)(next(state) % 1000), 0, &made));
-            CHECK(made == 0);
+            REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_create(INT32_MAX - (int32_t)(next(state) % 1000), 0, &made), made);
         }
         if (next(state) % 2) {
             IS(CUALLOC_OK, next(state) % 2 ? cualloc_free_on(common, blocks[at], stream) : cualloc_free(common, blocks[at]));
@@ -529,8 +492,7 @@ static void *thread(void *which) {
     CHECK(set_context(context) == 0 && create_stream(&stream, 1) == 0 && set_context(before) == 0);
     CHECK(cualloc_last_error()[0] == 0 && cualloc_last_code() == CUALLOC_OK);
     if (before == 0) {
-        IS(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(0, 0, &own));
-        CHECK(own == 0);
+        REFUSED(CUALLOC_INVALID_ARGUMENT, cualloc_create_in(0, 0, &own), own);
     }
     for (round = 0; round < rounds; round++) {
         IS(CUALLOC_OK, cualloc_create_in(context, 0, &own));
