@@ -8,9 +8,13 @@ Each test is a process of its own, since an allocator is installed once in a pro
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import unittest
+import warnings
 from types import SimpleNamespace
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -39,6 +43,16 @@ def stream(library):
     made = ctypes.c_void_p()
     assert library.cuStreamCreate(ctypes.byref(made), 1) == 0
     return made.value
+
+
+def tried(bytes, device=0, stream=None):
+    """What the library allocates for PyTorch, the code of its last error, and the text."""
+    from cualloc import _library
+
+    alloc = _library.LIBRARY.cualloc_torch_alloc
+    alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    made = alloc(bytes, device, stream)
+    return made, _library.LIBRARY.cualloc_last_code(), _library.LIBRARY.cualloc_last_error().decode()
 
 
 def raises(kind, words, call, *arguments, **named):
@@ -160,15 +174,12 @@ def wrong_settings_are_refused():
 
 def out_of_memory_has_the_words_of_pytorch():
     torch, ours, call = installed(limit="1G")
-    from cualloc import _library
-
     kept = call["alloc"](512 << 20, 0, None)
-    alloc = _library.LIBRARY.cualloc_torch_alloc
-    alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 
     def text(bytes, device=0):
-        assert alloc(bytes, device, None) is None
-        return _library.LIBRARY.cualloc_last_error().decode(), _library.LIBRARY.cualloc_last_code()
+        made, code, said = tried(bytes, device)
+        assert made is None
+        return said, code
 
     said, code = text(2 << 30)
     begin = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which "
@@ -202,7 +213,7 @@ def out_of_memory_has_the_words_of_pytorch():
     said, code = text(1, 2)
     assert code == 2 and "there is no device 2" in said
     call["free"](kept, 512 << 20, 0, None)
-    assert alloc(900 << 20, 0, None), "and the program goes on"
+    assert tried(900 << 20)[0], "and the program goes on"
     ours.check()
 
 
@@ -285,9 +296,7 @@ def a_free_during_a_capture_is_made_up_for():
     assert simulated.cuStreamBeginCapture_v2(ctypes.c_void_p(mine), 2) == 0
     from cualloc import _library
 
-    alloc = _library.LIBRARY.cualloc_torch_alloc
-    alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    assert alloc(30 << 20, 0, mine) == 0 and _library.LIBRARY.cualloc_last_code() == _library.CAPTURING
+    assert tried(30 << 20, 0, mine)[:2] == (None, _library.CAPTURING)
     for block in kept:
         call["free"](block, 0, 0, mine)
     assert ours.stats()["blocks"]["current"] > 0, "the stream captures"
@@ -302,13 +311,11 @@ def a_free_during_a_capture_is_made_up_for():
 
 
 def graphs(**settings):
-    """PyTorch with its captures, and two streams; None where there is no compiler for its C++ part."""
+    """PyTorch with its captures, and two streams; the case ends here where there is no compiler for its C++ part."""
     import shutil
-    import tempfile
-
     torch, ours, call = installed(**settings)
     if not shutil.which("g++"):
-        return None
+        sys.exit(0)
     with tempfile.TemporaryDirectory() as folder:
         built = os.path.join(folder, "fake_graphs.so")
         source = os.path.join(HERE, "fake_graphs.cpp")
@@ -344,8 +351,6 @@ def layers(at, count=10):
 
 def a_graph_has_a_pool():
     at = graphs()
-    if at is None:
-        return
     torch, ours, call = at.torch, at.ours, at.call
     assert ours.capabilities()["cuda_graphs"] and not ours.capabilities()["cudagraph_trees"]
     eager = call["alloc"](LAYER, 0, at.mine)
@@ -388,8 +393,6 @@ def a_graph_has_a_pool():
 
 def captures_share_a_pool():
     at = graphs()
-    if at is None:
-        return
     torch, ours, call = at.torch, at.ours, at.call
     pool = torch.cuda.graph_pool_handle()
     made, kept, held = [], [], []
@@ -420,11 +423,7 @@ def captures_share_a_pool():
 
 
 def threads_capture_beside_each_other():
-    import threading
-
     at = graphs()
-    if at is None:
-        return
     torch, ours, call = at.torch, at.ours, at.call
     pool, wrong = torch.cuda.graph_pool_handle(), []
 
@@ -458,8 +457,6 @@ def threads_capture_beside_each_other():
 
 def captures_that_fail_leave_nothing(**contract):
     at = graphs()
-    if at is None:
-        return
     vary(at, contract)
     torch, ours, call = at.torch, at.ours, at.call
     eager, mine = call["alloc"](LAYER, 0, at.mine), ctypes.c_void_p(at.mine)
@@ -539,11 +536,7 @@ def captures_beside_each_other_fail_alone_where_pytorch_releases_them():
 
 
 def captures_beside_each_other_fail_alone(**contract):
-    import threading
-
     at = graphs()
-    if at is None:
-        return
     vary(at, contract)
     torch, ours, call = at.torch, at.ours, at.call
     current, driver = torch.cuda.graphs.current, at.driver
@@ -641,8 +634,6 @@ def captures_beside_each_other_fail_alone(**contract):
 
 def tags_sleep_and_wake():
     at = graphs()
-    if at is None:
-        return
     torch, ours, call = at.torch, at.ours, at.call
     from cualloc import _library
 
@@ -693,9 +684,7 @@ def tags_sleep_and_wake():
         # What sleeps already goes on sleeping, and nobody gets its memory.
         assert ours.sleep("weights") == 0
         with ours.tag("cache"):
-            alloc = _library.LIBRARY.cualloc_torch_alloc
-            alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-            assert alloc(LAYER, 0, at.mine) == 0 and _library.LIBRARY.cualloc_last_code() == _library.SUSPENDED
+            assert tried(LAYER, 0, at.mine)[:2] == (None, _library.SUSPENDED)
         assert holds(plain, 4 if turn == 0 else 1)
         assert ours.wake("weights") == 3 * LAYER and ours.wake(("weights",)) == 0
         assert holds(weights, 1) and holds(more, 3)
@@ -737,8 +726,6 @@ def tags_need_the_allocator():
 
 
 def tests_of_pytorch_are_chosen_by_name():
-    import tempfile
-
     program = '''
 import unittest
 import torch
@@ -804,8 +791,6 @@ class TestMemPool(unittest.TestCase):
 
 def the_classic_policy_has_no_graphs():
     at = graphs(config="policy=classic")
-    if at is None:
-        return
     made = at.torch.cuda.CUDAGraph()
     raises(RuntimeError, "graph pools without virtual memory management", made.capture_begin)
     raises(RuntimeError, "graph pools without virtual memory management", at.ours.tag("weights").__enter__)
@@ -870,8 +855,6 @@ def snapshots_are_those_of_pytorch():
 
 
 def trials_of_cudnn_stay_off():
-    import warnings
-
     import torch
 
     import cualloc.torch
@@ -929,8 +912,6 @@ def another_allocator_came_first():
 
 
 def what_cannot_be_thrown_is_said_once():
-    import warnings
-
     import torch
 
     import cualloc.torch
@@ -946,9 +927,6 @@ def what_cannot_be_thrown_is_said_once():
 
 
 def lack_of_memory_is_thrown_as_the_error_of_pytorch(*flags):
-    import shutil
-    import tempfile
-
     import torch
 
     import cualloc.torch
@@ -967,16 +945,16 @@ def lack_of_memory_is_thrown_as_the_error_of_pytorch(*flags):
     assert cualloc.torch.capabilities()["out_of_memory"] == "torch.OutOfMemoryError"
     allocate, text = cualloc.torch._companion().cualloc_torch_alloc_or_throw, ctypes.create_string_buffer(4096)
 
-    def tried(bytes, device=0):
+    def thrown(bytes, device=0):
         code = library.fake_allocate(allocate, ctypes.c_size_t(bytes), device, text, ctypes.c_size_t(len(text)))
         return code, text.value.decode()
 
     for _ in range(100):
-        code, said = tried(2 << 30)
+        code, said = thrown(2 << 30)
         assert code == 1 and said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB"), (code, said)
-    assert tried(1 << 20)[0] == 0
+    assert thrown(1 << 20)[0] == 0
     # What is no lack of memory is another error.
-    assert tried(1, 7) == (2, "there is no device 7: the driver has 2")
+    assert thrown(1, 7) == (2, "there is no device 7: the driver has 2")
     assert torch._C._cuda_memoryStats(0)["num_ooms"] == 100
     cualloc.torch.check()
 
@@ -1029,11 +1007,8 @@ def a_forked_child_is_left_alone():
             for block in kept:
                 call["free"](block, 0, 0, None)
             torch._C._cuda_emptyCache()
-            alloc = _library.LIBRARY.cualloc_torch_alloc
-            alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
             for device in (0, 1):
-                assert alloc(1000, device, None) == 0
-                assert _library.LIBRARY.cualloc_last_code() == _library.CONTEXT_LOST
+                assert tried(1000, device)[:2] == (None, _library.CONTEXT_LOST)
             code = 0
         finally:
             os._exit(code)
@@ -1043,8 +1018,6 @@ def a_forked_child_is_left_alone():
 
 
 def threads_share_an_allocator():
-    import threading
-
     torch, ours, call = installed()
     simulated = driver()
     handles = [stream(simulated) for _ in range(4)]
@@ -1218,8 +1191,6 @@ def numbers_that_do_not_fit_are_refused():
 
 
 def recordings_have_contexts():
-    import tempfile
-
     import cualloc
     import cualloc.record as record
     from cualloc import _library
@@ -1289,8 +1260,6 @@ def the_package_describes_itself():
 
 def it_ends_beside_threads_at_samples():
     import importlib
-    import threading
-
     import cualloc.record as record
     from cualloc import _library
 
@@ -1312,27 +1281,11 @@ def it_ends_beside_threads_at_samples():
         assert event.wait(60)
 
 
-CASES = [
-    *(hooks_and_devices, statistics_have_the_keys_of_pytorch, limits_and_fractions, wrong_settings_are_refused),
-    *(out_of_memory_has_the_words_of_pytorch, streams_of_pytorch_are_adopted_and_others_are_not),
-    *(a_stream_is_retired_before_its_tensors_are_freed, a_stream_is_destroyed_before_its_tensors_are_freed),
-    *(a_free_during_a_capture_is_made_up_for, trials_of_cudnn_stay_off, snapshots_are_those_of_pytorch),
-    *(a_pytorch_without_cuda_is_named, a_late_install_says_so, another_allocator_came_first),
-    *(what_cannot_be_thrown_is_said_once, lack_of_memory_is_thrown_as_the_error_of_pytorch, pools_take_segments),
-    *(lack_of_memory_is_thrown_with_the_strings_of_earlier_versions, time_in_the_allocator_is_measured),
-    *(a_forked_child_is_left_alone, threads_share_an_allocator, it_ends_with_live_blocks),
-    *(it_ends_beside_threads_at_samples, numbers_that_do_not_fit_are_refused, the_package_describes_itself),
-    *(cupy_allocates_on_its_current_stream, cupy_and_pytorch_share_memory, rmm_has_a_resource),
-    *(what_a_capture_refuses_is_freed_by_later_calls, a_graph_has_a_pool, captures_share_a_pool),
-    *(threads_capture_beside_each_other, captures_that_fail_leave_nothing, the_classic_policy_has_no_graphs, recordings_have_contexts),
-    *(captures_beside_each_other_fail_alone, tags_sleep_and_wake, tags_need_the_allocator),
-    captures_that_fail_leave_nothing_where_pytorch_ends_them,
-    captures_that_fail_leave_nothing_where_pytorch_releases_them,
-    captures_beside_each_other_fail_alone_where_pytorch_ends_them,
-    captures_beside_each_other_fail_alone_where_pytorch_releases_them,
-    tests_of_pytorch_are_chosen_by_name,
-    *(what_only_pytorchs_own_allocator_does_says_so, a_pytorch_with_other_hooks_has_no_graphs),
-]
+def cases():
+    """Every function of this file without arguments but for those that help others."""
+    helpers = {"driver", "graphs", "installed", "snippets", "cases"}
+    own = (one for one in globals().values() if getattr(one, "__module__", None) == __name__ and hasattr(one, "__code__"))
+    return {one.__name__: one for one in own if not one.__code__.co_argcount and one.__name__ not in helpers}
 
 
 class Package(unittest.TestCase):
@@ -1348,8 +1301,9 @@ class Package(unittest.TestCase):
         self.assertEqual(quiet, [])
 
 
-for _case in CASES:
-    setattr(Package, f"test_{_case.__name__}", lambda self, name=_case.__name__: self.run_case(name))
+for _name in cases():
+    setattr(Package, f"test_{_name}", lambda self, name=_name: self.run_case(name))
+
 
 def snippets():
     """The programs of the documents, by file."""
@@ -1361,12 +1315,6 @@ def snippets():
 
 
 class Documents(unittest.TestCase):
-    def test_every_case_is_run(self):
-        made = (one for one in globals().values() if getattr(one, "__module__", None) == __name__)
-        named = {one.__name__ for one in made if hasattr(one, "__code__") and not one.__code__.co_argcount}
-        helpers = {"driver", "graphs", "installed", "snippets", "<lambda>"}
-        self.assertEqual(named - helpers, {case.__name__ for case in CASES})
-
     def test_programs_of_the_documents_name_what_there_is(self):
         found = list(snippets())
         self.assertEqual({name for name, _ in found}, {"cupy.md", "jax.md", "pytorch.md", "rmm.md"})
@@ -1379,4 +1327,4 @@ class Documents(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    {case.__name__: case for case in CASES}[sys.argv[1]]()
+    cases()[sys.argv[1]]()
