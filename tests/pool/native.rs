@@ -7,7 +7,7 @@ use cualloc::resource::{BlockState, MemoryResource};
 use cualloc::sim::{FailPlan, Mode, SimConfig};
 use cualloc::{DeviceBuffer, Error, Policy, Request};
 
-use crate::common::{MIB, Rig, only, only_on};
+use crate::common::{MIB, Rig, assert_matches, only, only_on};
 use crate::fill;
 
 const FOLLOW_EVENTS: Attribute = Attribute::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES;
@@ -45,11 +45,11 @@ fn s3_8_pools_are_made_and_destroyed() {
         block.free().unwrap();
         pool.destroy().unwrap();
         pool.destroy().unwrap();
-        assert!(matches!(
+        assert_matches!(
             DeviceBuffer::<u8>::uninit(pool, 1, &stream),
             Err(Error::Closed)
-        ));
-        assert!(matches!(pool.usage(), Err(Error::Closed)));
+        );
+        assert_matches!(pool.usage(), Err(Error::Closed));
         assert_eq!(rig.calls("cuMemPoolDestroy"), 1);
         // A drop destroys too, and keeps its troubles to itself.
         drop(DriverPool::new(&rig.context, DriverPoolConfig::new()).unwrap());
@@ -84,7 +84,7 @@ fn s3_8_memory_is_freed_by_its_address_on_a_stream() {
         pool.destroy().unwrap();
         // SAFETY: a destroyed pool frees nothing.
         let refused = unsafe { pool.free_raw_on(address, &other) };
-        assert!(matches!(refused, Err(Error::Closed)));
+        assert_matches!(refused, Err(Error::Closed));
     });
 }
 
@@ -125,7 +125,7 @@ fn s3_8_a_failed_destroy_is_an_error() {
         sim.fail(FailPlan::call("cuMemPoolDestroy", code).unwrap());
         assert_eq!(pool.destroy().unwrap_err().code(), code);
         let refused = DeviceBuffer::<u8>::uninit(pool, 1, &rig.stream()).map(drop);
-        assert!(matches!(refused, Err(Error::Closed)), "{refused:?}");
+        assert_matches!(refused, Err(Error::Closed));
         pool.destroy().unwrap();
         assert_eq!(rig.calls("cuMemPoolDestroy"), 1);
     });
@@ -137,10 +137,7 @@ fn s3_9_zero_and_absent_are_errors_of_their_own() {
     with_pool(DriverPoolConfig::new(), |rig, pool| {
         let none = pool.allocate_block(&Request::new(0), &rig.stream());
         let error = none.map(drop).unwrap_err();
-        assert!(matches!(
-            error,
-            Error::Invalid(InvalidArgument::Size { bytes: 0 })
-        ));
+        assert_matches!(error, Error::Invalid(InvalidArgument::Size { bytes: 0 }));
         assert_eq!(error.code(), CUresult::CUDA_ERROR_INVALID_VALUE);
     });
     if crate::common::on_cuda() {
@@ -157,7 +154,7 @@ fn s3_9_zero_and_absent_are_errors_of_their_own() {
         only_on(Policy::Packed, config, |rig| {
             let made = DriverPool::new(&rig.context, DriverPoolConfig::new());
             let error = made.unwrap_err();
-            assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+            assert_matches!(error, Error::NotSupported { .. });
             assert_eq!(error.code(), CUresult::CUDA_ERROR_NOT_SUPPORTED);
             assert!(DriverPool::default_of(&rig.context).is_err());
         });
@@ -191,10 +188,7 @@ fn s3_10_attributes_are_read_and_set() {
             (RESERVED_HIGH, 7),
         ] {
             let error = pool.set(attribute, value).unwrap_err();
-            assert!(
-                matches!(error, Error::Invalid(InvalidArgument::Setting { .. })),
-                "{error:?}"
-            );
+            assert_matches!(error, Error::Invalid(InvalidArgument::Setting { .. }));
         }
         pool.set(USED_HIGH, 0).unwrap();
         assert_eq!(pool.get(USED_HIGH).unwrap(), 0);
@@ -253,7 +247,7 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
     only_on(Policy::Packed, config, |rig| {
         let config = DriverPoolConfig::new().exportable(true);
         let error = DriverPool::new(&rig.context, config).unwrap_err();
-        assert!(matches!(error, Error::NotSupported { .. }), "{error:?}");
+        assert_matches!(error, Error::NotSupported { .. });
     });
 }
 
@@ -291,10 +285,10 @@ fn s3_11_usage_and_settings() {
         let usage = pool.usage().unwrap();
         assert_eq!(usage.used.current, 8 << 20);
         assert!(usage.used.peak >= 8 << 20 && usage.reserved.peak >= 32 << 20);
-        assert!(matches!(
+        assert_matches!(
             pool.set(RELEASE_THRESHOLD, 65 << 20),
             Err(Error::Invalid(InvalidArgument::Contradiction { .. }))
-        ));
+        );
         drop(block);
     });
 }
@@ -306,16 +300,13 @@ fn s3_40_live_blocks_keep_a_pool() {
         let stream = rig.stream();
         let block = DeviceBuffer::<u8>::uninit(pool, MIB, &stream).unwrap();
         let error = pool.destroy().unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::InUse {
-                    what: "user",
-                    bytes: 0,
-                    count: 1
-                }
-            ),
-            "{error:?}"
+        assert_matches!(
+            error,
+            Error::InUse {
+                what: "user",
+                bytes: 0,
+                count: 1
+            }
         );
         let hold = rig.busy(&stream);
         fill(&rig.context, block.as_device_ptr(), MIB, &stream);

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::common::{KIB, MIB, Rig, only};
+use crate::common::{KIB, MIB, Rig, assert_matches, only};
 
 const SMALL: PinnedConfig = PinnedConfig::new()
     .initial(2)
@@ -57,10 +57,7 @@ fn s4_6_s4_25_initial_buffers_are_there() {
         assert_eq!(pool.trim((8 << 20) - 1), 5 * (4 << 20));
         let kept = bytes(pool, 4 << 20).unwrap();
         let most: Vec<_> = (1..32).map(|_| bytes(pool, 1).unwrap()).collect();
-        assert!(matches!(
-            bytes(pool, 1),
-            Err(Error::Exhausted { maximum: 32, .. })
-        ));
+        assert_matches!(bytes(pool, 1), Err(Error::Exhausted { maximum: 32, .. }));
         assert_eq!(bytes(pool, (4 << 20) + 1).unwrap().len(), (4 << 20) + 1);
         drop((kept, most));
         assert_eq!(pool.trim(4 << 20), 31 * (4 << 20));
@@ -113,13 +110,13 @@ fn a_block_that_is_looked_at_is_waited_for() {
 fn s4_7_buffers_are_minted_up_to_the_maximum() {
     with_pool(SMALL, |rig, pool| {
         let leases: Vec<_> = (0..3).map(|_| bytes(pool, 100).unwrap()).collect();
-        assert!(matches!(
+        assert_matches!(
             bytes(pool, 100),
             Err(Error::Exhausted {
                 what: "buffers",
                 maximum: 3
             })
-        ));
+        );
         assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
         let large = bytes(pool, 65 * KIB).unwrap();
         assert_eq!(large.len(), 65 * KIB);
@@ -132,10 +129,10 @@ fn s4_7_buffers_are_minted_up_to_the_maximum() {
         assert_eq!(pool.usage().reserved.current, (3 * 64) << 10);
         drop(leases);
         let strict = PinnedPool::new(&rig.context, SMALL.oversize(false)).unwrap();
-        assert!(matches!(
+        assert_matches!(
             bytes(&strict, 64 * KIB + 1),
             Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
-        ));
+        );
     });
 }
 
@@ -147,14 +144,14 @@ fn s4_8_lengths_are_checked() {
         assert_eq!((buffer.len(), buffer.is_empty()), (1000, false));
         drop(buffer);
         let typed = |len| pool.acquire::<u64>(len);
-        assert!(matches!(
+        assert_matches!(
             typed(usize::MAX / 4),
             Err(Error::Invalid(InvalidArgument::TooLarge { .. }))
-        ));
-        assert!(matches!(
+        );
+        assert_matches!(
             typed(8193),
             Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
-        ));
+        );
         assert!(typed(8192).is_ok());
         assert_eq!(pool.usage().blocks.current, 0);
     });
@@ -248,13 +245,13 @@ fn s4_22_only_what_was_written_is_seen() {
     with_pool(SMALL, |rig, pool| {
         let buffer = pool.acquire::<u32>(1000).unwrap();
         let refused = buffer.write(&[0; 999]).unwrap_err();
-        assert!(matches!(
+        assert_matches!(
             refused.error,
             Error::Invalid(InvalidArgument::Length {
                 expected: 1000,
                 found: 999
             })
-        ));
+        );
         let mut buffer = refused.value.write(&[1; 1000]).unwrap();
         buffer[1] = 7;
         assert_eq!((buffer[0], buffer[1], buffer[999]), (1, 7, 1));

@@ -9,7 +9,7 @@ use cualloc::resource::{MemoryResource, Usage};
 use cualloc::sim::{FailPlan, SimConfig};
 use cualloc::{Config, DeviceBuffer, Error, Policy};
 
-use crate::common::{MIB, Rig, each, only_on};
+use crate::common::{MIB, Rig, assert_matches, each, only_on};
 use crate::fill;
 
 fn usage(pool: &ThresholdPool) -> Usage {
@@ -30,15 +30,12 @@ fn s3_1_s0_3_creation_needs_no_driver_and_ordinals_are_checked() {
         assert_eq!(pool.ordinal(), 500);
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
         let error = pool.uninit::<u8>(1, &rig.stream()).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::InvalidDevice {
-                    ordinal: 500,
-                    devices: 1..
-                }
-            ),
-            "{error:?}"
+        assert_matches!(
+            error,
+            Error::InvalidDevice {
+                ordinal: 500,
+                devices: 1..
+            }
         );
         assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_INVALID_DEVICE);
     });
@@ -49,19 +46,16 @@ fn s3_1_s0_3_creation_needs_no_driver_and_ordinals_are_checked() {
 fn s3_2_typed_buffers_have_at_least_one_element_and_no_overflow() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
-        assert!(matches!(
+        assert_matches!(
             pool.uninit::<u32>(0, &stream),
             Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
-        ));
+        );
         // The first request makes the allocator, which tries the device's memory.
         drop(pool.uninit::<u32>(1, &stream).unwrap());
         let before = rig.memory_calls();
         for len in [usize::MAX, usize::MAX / 4 + 1, usize::MAX / 8] {
             let error = pool.uninit::<u64>(len, &stream).unwrap_err();
-            assert!(
-                matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. })),
-                "{error:?}"
-            );
+            assert_matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. }));
             assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_INVALID_VALUE);
         }
         assert_eq!(rig.memory_calls(), before);
@@ -372,17 +366,14 @@ fn s3_37_s3_9_without_a_driver_there_is_no_address() {
         return;
     }
     let error = cualloc::Error::from(cualloc::driver::Driver::load().unwrap_err());
-    assert!(
-        matches!(error, cualloc::Error::DriverUnavailable(_)),
-        "{error:?}"
-    );
+    assert_matches!(error, cualloc::Error::DriverUnavailable(_));
     assert_eq!(error.code(), sys::CUresult::CUDA_ERROR_NOT_INITIALIZED);
     let pool = ThresholdPool::new(0);
     assert!(pool.allocator().is_err() && pool.allocator().is_err());
-    assert!(matches!(
+    assert_matches!(
         cualloc::pool::TypedPool::global().get(0),
         Err(cualloc::Error::DriverUnavailable(_))
-    ));
+    );
 }
 
 /// S3.35, through a pool: a failure to open is not remembered.

@@ -12,7 +12,7 @@ use cualloc::resource::{MemoryResource, PerDevice};
 use cualloc::sim::{SimConfig, Simulator};
 use cualloc::{Allocator, Config, DeviceBuffer, Error, Policy};
 
-use crate::common::{GIB, MIB, Rig, each, itself, only, only_on, wait_until};
+use crate::common::{GIB, MIB, Rig, assert_matches, each, itself, only, only_on, wait_until};
 use crate::fill;
 
 fn pool_of(rig: &Rig) -> TypedPool {
@@ -269,7 +269,7 @@ fn s2_8_s2_9_devices_are_counted_and_emptied_apart() {
         assert_eq!([cached(&both[0]), cached(&both[1])], [0, held[1]]);
         assert_eq!(both.each_ref().map(|pool| counts(pool).2), [1, 1]);
         let wrong = both[0].take::<u8>(4 * MIB, &streams[1]);
-        assert!(matches!(wrong, Err(Error::WrongDevice { .. })), "{wrong:?}");
+        assert_matches!(wrong, Err(Error::WrongDevice { .. }));
         assert!(both[1].take::<u8>(4 * MIB, &streams[1]).unwrap().is_some());
         let all = pools.all();
         assert_eq!(
@@ -341,7 +341,7 @@ fn s2_11_the_pool_of_the_process_reports_invalid_settings() {
     if std::env::var_os("CUALLOC_CONFIG").is_some_and(|set| set == "policy=none") {
         for _ in 0..2 {
             let error = TypedPool::global().get(0).unwrap_err();
-            assert!(matches!(error, Error::InvalidConfig(_)), "{error:?}");
+            assert_matches!(error, Error::InvalidConfig(_));
         }
         return;
     }
@@ -507,10 +507,7 @@ fn s2_20_s0_1_overflow_is_an_error_and_nothing_is_a_buffer() {
         let (pool, stream) = (pool_of(rig), rig.stream());
         for len in [usize::MAX, usize::MAX / 8 + 1, usize::MAX / 16] {
             let error = DeviceBuffer::<u64>::uninit(&pool, len, &stream).unwrap_err();
-            assert!(
-                matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. })),
-                "{error:?}"
-            );
+            assert_matches!(error, Error::Invalid(InvalidArgument::TooLarge { .. }));
             assert!(pool.take::<u64>(len, &stream).is_err());
         }
         let before = rig.driver.calls();

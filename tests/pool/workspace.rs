@@ -10,7 +10,7 @@ use cualloc::resource::{AccessOrdered, Budget, MemoryResource, Usage};
 use cualloc::sim::{FailPlan, SimConfig, Simulator};
 use cualloc::{Allocator, Config, DeviceBuffer, Error, Request};
 
-use crate::common::{KIB, MIB, Rig, each, on_cuda};
+use crate::common::{KIB, MIB, Rig, assert_matches, each, on_cuda};
 use crate::fill;
 
 /// How a pool is made: by classes, or exact.
@@ -235,10 +235,10 @@ fn s4_13_devices_never_mix() {
     let [on_first, on_second] = [rig_stream(&first), rig_stream(&second)];
     let held = first.lease(&on_first, MIB).unwrap();
     drop(first.lease(&on_first, MIB).unwrap());
-    assert!(matches!(
+    assert_matches!(
         first.lease(&on_second, MIB),
         Err(cualloc::Error::WrongDevice { .. })
-    ));
+    );
     let other = second.lease(&on_second, MIB).unwrap();
     assert_ne!(other.as_device_ptr(), held.as_device_ptr());
     assert_eq!(usage(&second).hits, 0);
@@ -276,10 +276,7 @@ fn s4_16_sizes_above_the_last_class_are_errors() {
             let before = rig.memory_calls();
             for bytes in [(1 << 63) + 1, usize::MAX, 1 << 62] {
                 let error = pool.lease(&stream, bytes).unwrap_err();
-                assert!(
-                    matches!(error, Error::Invalid(InvalidArgument::Size { .. })),
-                    "{error:?}"
-                );
+                assert_matches!(error, Error::Invalid(InvalidArgument::Size { .. }));
             }
             assert_eq!(rig.memory_calls(), before);
             assert_eq!(usage(&pool).misses, 0);
@@ -375,10 +372,10 @@ fn s4_14_s4_11_names_know_when_the_lease_is_over() {
         let again = pool.lease(&stream, MIB).unwrap();
         assert_eq!(again.as_device_ptr(), address);
         assert_eq!(pool.state(&name), BlockState::Free);
-        assert!(matches!(
+        assert_matches!(
             pool.record_use(&name, &stream),
             Err(Error::UseAfterFree { .. })
-        ));
+        );
     });
 }
 

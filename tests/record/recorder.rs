@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::{Command, Output};
 
 use crate::common::rng::Rng;
-use crate::common::{Folder, wait_until};
+use crate::common::{Folder, assert_matches, wait_until};
 use crate::scene::{MIB, Scene, alone, memory, scene};
 use cualloc::Error;
 use cualloc::allocator::Request;
@@ -304,10 +304,7 @@ fn a_second_recording_is_refused_and_a_later_one_is_not() {
     let (_alone, scene, stream) = scene("");
     let first = memory();
     drop(scene.block(512, &stream));
-    assert!(matches!(
-        Recorder::start(Target::Memory),
-        Err(RecorderError::Busy)
-    ));
+    assert_matches!(Recorder::start(Target::Memory), Err(RecorderError::Busy));
     drop(first);
     drop(scene.block(512, &stream));
     let second = memory();
@@ -351,15 +348,15 @@ fn a_file_has_everything_and_a_dump_what_the_rings_hold() {
     assert_eq!((read.lost(), recorded.lost), (0, 0));
     assert_eq!(blocks(&read, &scene).len(), 48_000);
     let missing = folder.file("no/such/folder");
-    assert!(matches!(
+    assert_matches!(
         Recorder::start(Target::File(&missing)),
         Err(RecorderError::Io(_))
-    ));
+    );
     // A folder, or a device, stays what it is.
-    assert!(matches!(
+    assert_matches!(
         Recorder::start(Target::File(folder.path())),
         Err(RecorderError::Io(_))
-    ));
+    );
     // What failed to begin keeps nobody from beginning.
     drop(memory());
 }
@@ -527,7 +524,7 @@ fn a_stream_that_captures_gets_nothing_while_a_recording_runs() {
             raw.map(drop),
         ];
         for answer in answers {
-            assert!(matches!(answer, Err(Error::Capturing { .. })), "{answer:?}");
+            assert_matches!(answer, Err(Error::Capturing { .. }));
         }
     }
     drop(stream.end_capture().unwrap());

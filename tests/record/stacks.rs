@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::common::rng::Rng;
-use crate::common::{Folder, wait_until};
+use crate::common::{Folder, assert_matches, wait_until};
 use crate::scene::{MIB, Scene, alone};
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block};
@@ -235,7 +235,7 @@ fn sums_are_those_of_the_last_request_without_memory() {
     let peak = allocator.allocate(60 * MIB, &stream).unwrap();
     let refused = |bytes: usize| {
         let refused = allocator.allocate(bytes, &stream);
-        assert!(matches!(refused, Err(Error::OutOfMemory(_))), "{refused:?}");
+        assert_matches!(refused, Err(Error::OutOfMemory(_)));
     };
     // What comes after a failure is not counted.
     refused(10 * MIB);

@@ -93,13 +93,13 @@ fn s5_38_strict_refuses_what_permissive_passes_over() {
         let block = take(&direct, 64, &b);
         let mut strict = Launch::strict(&direct, &b);
         strict.read(&block).unwrap();
-        assert!(matches!(
+        assert_matches!(
             strict.preflight(),
             Err(Error::Rejected {
                 index: 0,
                 external: false
             })
-        ));
+        );
         let mut lenient = Launch::permissive(&direct, &b);
         lenient.read(&block).unwrap();
         lenient.preflight().unwrap();
@@ -115,10 +115,7 @@ fn s5_40_s5_42_steps_out_of_order_are_misuse() {
     packed(|rig| {
         let (resource, _a, b, one, two) = pair(rig);
         let misuse = |result: Result<(), Error>| {
-            assert!(matches!(
-                result,
-                Err(Error::Stream(StreamMisuse::LaunchOrder { .. }))
-            ));
+            assert_matches!(result, Err(Error::Stream(StreamMisuse::LaunchOrder { .. })));
         };
         let empty = Launch::strict(&resource, &b);
         empty.commit().unwrap();
@@ -165,10 +162,7 @@ fn s5_43_s5_73_failed_preflight_may_be_tried_again() {
         finish(&resource, [one, two]);
         let mut recorder = Launch::permissive(&resource, &b);
         recorder.read(&stale).unwrap();
-        assert!(matches!(
-            recorder.preflight(),
-            Err(Error::UseAfterFree { .. })
-        ));
+        assert_matches!(recorder.preflight(), Err(Error::UseAfterFree { .. }));
     });
 }
 

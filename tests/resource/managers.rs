@@ -47,7 +47,7 @@ fn s5_1_manager_allocates_from_its_resource_alone() {
         rig.stamp(slice.as_device_ptr(), 800, 1, &stream);
         let refused = allocate::<u8>(&manager, 225, &stream);
         let refused = refused.unwrap_err();
-        assert!(matches!(refused, Error::OverBudget { requested: 225, .. }));
+        assert_matches!(refused, Error::OverBudget { requested: 225, .. });
         assert_eq!(rig.calls("cuMemAlloc_v2"), before + 1);
         let block = take(&manager, 1, &stream);
         assert_eq!(rig.calls("cuMemAlloc_v2"), before + 2);
@@ -129,7 +129,7 @@ fn s5_2_s5_3_budget_is_exact_and_rolled_back() {
         }
         let overflow = allocate::<u64>(&manager, usize::MAX / 4, &stream).unwrap_err();
         let too_large = |error: &InvalidArgument| matches!(error, InvalidArgument::TooLarge { .. });
-        assert!(matches!(&overflow, Error::Invalid(error) if too_large(error)));
+        assert_matches!(&overflow, Error::Invalid(error) if too_large(error));
         assert_eq!(live(&manager).0, 0);
         let Some(sim) = rig.sim() else { return };
         sim.fail(refusal("cuEventRecord"));
@@ -194,7 +194,7 @@ fn s5_6_s5_7_queries_and_counts() {
         assert_eq!(limits(), (Some(1000), Some(200)));
         budget.check(200).unwrap();
         let tight = budget.check(201).unwrap_err();
-        assert!(matches!(tight, Error::OverBudget { requested: 201, .. }));
+        assert_matches!(tight, Error::OverBudget { requested: 201, .. });
         drop(slice);
         assert_eq!(live(&manager), (0, 800));
         manager.reset_peak_stats();

@@ -80,10 +80,10 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     // A stale identity is refused by whoever looks at it, and has no effect.
     if resource.use_tracking() != UseTracking::None {
         let used = resource.record_use(&old, &stream);
-        assert!(matches!(used, Err(Error::UseAfterFree { .. })), "{used:?}");
+        assert_matches!(used, Err(Error::UseAfterFree { .. }));
     } else {
         let used = resource.record_use(&old, &stream);
-        assert!(matches!(used, Err(Error::Stream(_))), "{used:?}");
+        assert_matches!(used, Err(Error::Stream(_)));
     }
 }
 
@@ -337,7 +337,7 @@ fn recorded_streams(rig: &Rig, resource: &dyn MemoryResource) {
         }
         resource.deallocate_block(block).unwrap();
         let gone = resource.record_stream(&id, &b);
-        assert!(matches!(gone, Err(Error::UseAfterFree { .. })), "{gone:?}");
+        assert_matches!(gone, Err(Error::UseAfterFree { .. }));
         let again = take(&resource, MIB, &a);
         rig.stamp(again.ptr(), MIB, 3, &a);
         busy.release();

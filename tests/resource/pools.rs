@@ -34,7 +34,7 @@ fn s1_44_pools_refuse_blocks_of_others() {
             for (_, other) in others {
                 let live = held(&other);
                 let refused = other.deallocate_block(block).unwrap_err();
-                assert!(matches!(refused.error, Error::UseAfterFree { .. }));
+                assert_matches!(refused.error, Error::UseAfterFree { .. });
                 block = *refused.value;
                 assert_eq!((other.state(&id), held(&other)), (BlockState::Free, live));
                 assert!(other.record_use(&id, &stream).is_err());

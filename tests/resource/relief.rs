@@ -88,16 +88,13 @@ fn s1_30_a_budget_smaller_than_the_request_fails_at_once() {
         ] {
             guard.set_policy(policy);
             let refused = ask(&guard, 101, &stream);
-            assert!(
-                matches!(
-                    refused,
-                    Err(Error::OverBudget {
-                        requested: 101,
-                        limit: 100,
-                        ..
-                    })
-                ),
-                "{refused:?}"
+            assert_matches!(
+                refused,
+                Err(Error::OverBudget {
+                    requested: 101,
+                    limit: 100,
+                    ..
+                })
             );
             // Before the policy that waits, by a clock that stands still.
             assert_eq!(allocator.stats().all.reserved.current, reserved);

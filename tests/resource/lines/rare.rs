@@ -49,7 +49,7 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
             assert!(!home.is_capturing().unwrap());
             refused
         });
-        assert!(matches!(failure.error, Error::Capturing { .. }));
+        assert_matches!(failure.error, Error::Capturing { .. });
         resource.deallocate_block(*failure.value).unwrap();
         resource.reap().unwrap();
     });

@@ -20,10 +20,10 @@ fn s5_19_s5_61_s5_62_direct_resource_waits_for_the_device() {
         let direct = CudaMemory::new(&rig.context);
         let calls = rig.calls("cuMemAlloc_v2");
         let zero = ask(&direct, 0, &stream);
-        assert!(matches!(
+        assert_matches!(
             zero,
             Err(Error::Invalid(InvalidArgument::Size { bytes: 0 }))
-        ));
+        );
         assert_eq!(rig.calls("cuMemAlloc_v2"), calls);
         let block = take(&direct, 4096, &stream);
         let id = block.id();
@@ -56,15 +56,12 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let elsewhere = Stream::new(&second).unwrap();
             let calls = rig.memory_calls();
             let wrong = ask(&resource, 64, &elsewhere);
-            assert!(
-                matches!(
-                    wrong,
-                    Err(Error::WrongDevice {
-                        expected: 0,
-                        found: 1
-                    })
-                ),
-                "{wrong:?}"
+            assert_matches!(
+                wrong,
+                Err(Error::WrongDevice {
+                    expected: 0,
+                    found: 1
+                })
             );
             let Some(_) = rig.sim() else { return };
             let sim = cualloc::sim::Simulator::new(SimConfig::with_devices(1, 1 << 30)).unwrap();
@@ -72,20 +69,14 @@ fn s5_20_foreign_streams_and_collisions_change_nothing() {
             let context = driver.context(0).unwrap();
             let foreign = Stream::new(&context).unwrap();
             let refused = ask(&resource, 64, &foreign);
-            assert!(
-                matches!(refused, Err(Error::Stream(StreamMisuse::ForeignDriver))),
-                "{refused:?}"
-            );
+            assert_matches!(refused, Err(Error::Stream(StreamMisuse::ForeignDriver)));
             assert_eq!(rig.memory_calls(), calls);
             // A source that hands the same memory out twice.
             let same = AccessOrdered::new(Twice(rig.allocator(), Mutex::default()));
             let stream = rig.stream();
             let block = take(&same, 64, &stream);
             let collision = ask(&same, 64, &stream);
-            assert!(
-                matches!(collision, Err(Error::Overlap { new, old }) if new == old),
-                "{collision:?}"
-            );
+            assert_matches!(collision, Err(Error::Overlap { new, old }) if new == old);
             assert_eq!(same.state(&block.id()), BlockState::Live);
             assert_eq!(same.usage().unwrap().requested.current, 64);
             same.prepare_use(&block.id(), &stream, Access::Read)
@@ -104,7 +95,7 @@ fn s5_34_stream_pool_is_bounded() {
         let ids: Vec<u64> = (0..16).map(|_| pool.acquire().unwrap().0).collect();
         assert_eq!(ids, (1..=16).collect::<Vec<u64>>());
         let full = pool.acquire();
-        assert!(matches!(full, Err(Error::Exhausted { maximum: 16, .. })));
+        assert_matches!(full, Err(Error::Exhausted { maximum: 16, .. }));
         assert!(pool.get(17).is_none());
         assert!(pool.get(16).is_some());
         let one = StreamPool::with_capacity(&rig.context, 0);
