@@ -22,15 +22,17 @@ fn row<const N: usize>(allocator: &Allocator, stream: &Stream, sizes: [usize; N]
     blocks
 }
 
-/// S1.1, S1.3: what the driver is asked for.
+/// S1.1, S1.3, S1.4: what the driver is asked for.
 #[test]
-fn s1_1_s1_3_segments_have_the_classic_sizes() {
+fn s1_1_s1_3_s1_4_segments_have_the_classic_sizes() {
     only(Policy::Classic, |rig| {
         let stream = rig.stream();
         for (request, segment) in [
             (MIB, 2 * MIB),
             (1, 2 * MIB),
             (MIB + 1, 20 * MIB),
+            (10 * MIB - 512, 20 * MIB),
+            (10 * MIB - 511, 10 * MIB),
             (10 * MIB, 10 * MIB),
             (10 * MIB + 1, 12 * MIB),
             (33 * MIB, 34 * MIB),
@@ -221,19 +223,22 @@ fn s1_10_split_hands_out_the_head_and_keeps_the_tail() {
     });
 }
 
+/// Three blocks of two, two and four units, and one behind them.
+fn neighbours(allocator: &Allocator, stream: &Stream, unit: usize) -> [Block; 4] {
+    allocator.reserve(9 * unit, stream).unwrap();
+    merge(allocator);
+    row(allocator, stream, [2 * unit, 2 * unit, 4 * unit, unit])
+}
+
 /// S1.11: a freed block joins its free neighbours on both sides.
 #[test]
 fn s1_11_free_merges_with_both_neighbours() {
     each(|rig| {
         for unit in [1024, 2 * MIB] {
             let (allocator, [stream]) = rig.scene();
-            allocator.reserve(9 * unit, &stream).unwrap();
-            merge(&allocator);
-            let [left, middle, right, _separator] =
-                row(&allocator, &stream, [2 * unit, 2 * unit, 4 * unit, unit]);
+            let [left, middle, right, _separator] = neighbours(&allocator, &stream, unit);
             let ptr = left.ptr();
-            drop(left);
-            drop(right);
+            drop((left, right));
             merge(&allocator);
             assert_eq!(block_at(&allocator, ptr).size, 2 * unit as u64);
             drop(middle);
@@ -253,16 +258,11 @@ fn s1_12_pending_neighbour_is_not_merged() {
     each(|rig| {
         for unit in [1024, 2 * MIB] {
             let (allocator, [stream, other]) = rig.scene();
-            allocator.reserve(9 * unit, &stream).unwrap();
-            merge(&allocator);
-            let [left, middle, right, _separator] =
-                row(&allocator, &stream, [2 * unit, 2 * unit, 4 * unit, unit]);
+            let [left, middle, right, _separator] = neighbours(&allocator, &stream, unit);
             let (first, second) = (left.ptr(), middle.ptr());
             let hold = rig.hold(&other);
             left.record_stream(&other).unwrap();
-            drop(left);
-            drop(middle);
-            drop(right);
+            drop((left, middle, right));
             merge(&allocator);
             let pending = block_at(&allocator, first);
             assert_eq!(pending.size, 2 * unit as u64);
@@ -383,12 +383,10 @@ fn s1_16_recording_needs_a_live_block() {
         drop(block);
         let stats = allocator.stats();
         for (ptr, ours) in [(ptr, true), (ptr + 8, true), (0x77, false), (0, false)] {
-            for error in {
-                [
-                    allocator.raw_record_stream(ptr, reader.raw()),
-                    allocator.raw_record_use(ptr, reader.raw()),
-                ]
-            } {
+            for error in [
+                allocator.raw_record_stream(ptr, reader.raw()),
+                allocator.raw_record_use(ptr, reader.raw()),
+            ] {
                 match error {
                     Err(Error::NotLive { .. }) if ours => {}
                     Err(Error::NotOurs { .. }) if !ours => {}

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use crate::common::prelude::*;
 
-/// A door in a driver function: shut, it keeps in the first call that comes until somebody opens it;
-/// other calls pass.
+/// A door in functions of the driver: shut, it keeps in the first call that comes until somebody opens it; other calls
+/// pass.
+#[derive(Default)]
 struct Door {
     inner: Mutex<Inside>,
     moved: Condvar,
@@ -27,15 +28,15 @@ struct Inside {
 const FOR_EVER: Duration = Duration::from_secs(60);
 
 impl Door {
-    const fn new() -> Door {
-        Door {
-            inner: Mutex::new(Inside {
-                shut: false,
-                occupied: false,
-                gave_up: false,
-            }),
-            moved: Condvar::new(),
-        }
+    fn of(sim: &Simulator, calls: &'static [&'static str]) -> Arc<Door> {
+        let door = Arc::<Door>::default();
+        let within = Arc::clone(&door);
+        sim.before(move |moment| {
+            if calls.contains(&moment.call) {
+                within.pass();
+            }
+        });
+        door
     }
 
     fn pass(&self) {
@@ -77,96 +78,31 @@ impl Door {
     }
 }
 
-/// An allocator whose driver has a door in some of its functions.
-fn allocator_behind(rig: &Rig, change: impl FnOnce(&mut sys::CuFunctions)) -> (Allocator, Context) {
-    let mut functions = *rig.driver.functions();
-    change(&mut functions);
-    // SAFETY: the functions are a driver's, some of them with a wait before them. The tables of the
-    // rig's driver stay callable while the rig lives.
-    let driver = unsafe { Driver::from_functions(functions) }.unwrap();
-    let context = driver.context(0).unwrap();
-    let config = Config::new().policy(rig.policy);
-    let allocator = Allocator::with_config(&context, config).unwrap();
-    (allocator, context)
-}
-
-mod growth {
-    use super::*;
-
-    pub static DOOR: Door = Door::new();
-    pub static TRUE_FUNCTIONS: Mutex<Option<sys::CuFunctions>> = Mutex::new(None);
-
-    fn functions() -> sys::CuFunctions {
-        TRUE_FUNCTIONS.lock().unwrap().unwrap()
-    }
-
-    pub unsafe extern "C" fn create(
-        handle: *mut sys::CUmemGenericAllocationHandle,
-        size: usize,
-        properties: *const sys::CUmemAllocationProp,
-        flags: u64,
-    ) -> sys::CUresult {
-        DOOR.pass();
-        // SAFETY: the arguments are the caller's.
-        unsafe { functions().cuMemCreate.unwrap()(handle, size, properties, flags) }
-    }
-
-    pub unsafe extern "C" fn allocate(
-        address: *mut sys::CUdeviceptr,
-        bytes: usize,
-    ) -> sys::CUresult {
-        DOOR.pass();
-        // SAFETY: the arguments are the caller's.
-        unsafe { functions().cuMemAlloc_v2.unwrap()(address, bytes) }
-    }
-}
-
 /// R58: while one thread is in the driver for new memory, others are served from memory at hand, on
 /// other streams and on the same one.
 #[test]
 fn r58_growth_in_one_thread_does_not_block_hits_in_others() {
-    each(|rig| {
-        *growth::TRUE_FUNCTIONS.lock().unwrap() = Some(*rig.driver.functions());
-        let (allocator, context) = allocator_behind(rig, |functions| {
-            functions.cuMemCreate = Some(growth::create);
-            functions.cuMemAlloc_v2 = Some(growth::allocate);
-        });
-        let streams = [0, 1].map(|_| Stream::new(&context).unwrap());
+    each_simulated(|rig, sim| {
+        let door = Door::of(sim, &["cuMemCreate", "cuMemAlloc_v2"]);
+        let (allocator, streams) = rig.scene::<2>();
         let sizes = [4 * KIB, 64 * KIB, 256 * KIB, 2 * MIB];
         for stream in &streams {
-            let warm = sizes.map(|bytes| allocator.allocate(bytes, stream).unwrap());
-            drop(warm);
+            drop(sizes.map(|bytes| allocator.allocate(bytes, stream).unwrap()));
         }
-        growth::DOOR.shut();
+        door.shut();
         thread::scope(|scope| {
             let grown = scope.spawn(|| allocator.allocate(512 * MIB, &streams[0]).map(drop));
-            growth::DOOR.await_call();
+            door.await_call();
             for _ in 0..100 {
                 for (stream, bytes) in streams.iter().flat_map(|s| sizes.map(|bytes| (s, bytes))) {
                     allocator.allocate(bytes, stream).unwrap().free().unwrap();
                 }
             }
-            growth::DOOR.open();
+            door.open();
             grown.join().unwrap().unwrap();
         });
-        allocator.check().unwrap();
-        allocator.close().unwrap();
+        sim.clear_hooks();
     });
-}
-
-mod record {
-    use super::*;
-
-    pub static DOOR: Door = Door::new();
-    type Record = unsafe extern "C" fn(sys::CUevent, sys::CUstream) -> sys::CUresult;
-    pub static TRUE_RECORD: Mutex<Option<Record>> = Mutex::new(None);
-
-    pub unsafe extern "C" fn record(event: sys::CUevent, stream: sys::CUstream) -> sys::CUresult {
-        DOOR.pass();
-        let record = TRUE_RECORD.lock().unwrap().unwrap();
-        // SAFETY: the arguments are the caller's.
-        unsafe { record(event, stream) }
-    }
 }
 
 /// R31: 32 threads free blocks that other streams used, one of them is held up in an event record, and
@@ -174,14 +110,9 @@ mod record {
 #[test]
 fn r31_frees_do_not_serialise_on_event_records() {
     const THREADS: usize = 32;
-    each(|rig| {
-        *record::TRUE_RECORD.lock().unwrap() = rig.driver.functions().cuEventRecord;
-        let (allocator, context) = allocator_behind(rig, |functions| {
-            functions.cuEventRecord = Some(record::record);
-        });
-        let streams: Vec<_> = (0..2 * THREADS)
-            .map(|_| Stream::new(&context).unwrap())
-            .collect();
+    each_simulated(|rig, sim| {
+        let door = Door::of(sim, &["cuEventRecord"]);
+        let (allocator, streams) = rig.scene::<{ 2 * THREADS }>();
         let work = |thread: usize| {
             // Enough for several markers.
             for _ in 0..200 {
@@ -196,23 +127,21 @@ fn r31_frees_do_not_serialise_on_event_records() {
                 scope.spawn(move || work(thread));
             }
         });
-        record::DOOR.shut();
+        door.shut();
         thread::scope(|scope| {
             let work = &work;
             let held_up = scope.spawn(move || work(0));
-            record::DOOR.await_call();
+            door.await_call();
             let others: Vec<_> = (1..THREADS)
                 .map(|thread| scope.spawn(move || work(thread)))
                 .collect();
             for other in others {
                 other.join().unwrap();
             }
-            record::DOOR.open();
+            door.open();
             held_up.join().unwrap();
         });
-        assert_eq!(allocator.stats().all.allocations.current, 0);
-        allocator.check().unwrap();
-        allocator.close().unwrap();
+        sim.clear_hooks();
     });
 }
 
@@ -220,8 +149,7 @@ fn r31_frees_do_not_serialise_on_event_records() {
 #[test]
 fn r55_a_default_configuration_reuses_a_gibibyte() {
     each(|rig| {
-        let allocator = rig.allocator();
-        let stream = rig.stream();
+        let (allocator, [stream]) = rig.scene();
         allocator.allocate(GIB, &stream).unwrap().free().unwrap();
         let before = rig.driver.calls();
         for _ in 0..100 {
@@ -229,7 +157,6 @@ fn r55_a_default_configuration_reuses_a_gibibyte() {
         }
         assert_eq!(rig.driver.calls().since(&before).total(), 0);
         assert_eq!(allocator.stats().misses, 1);
-        allocator.close().unwrap();
     });
 }
 

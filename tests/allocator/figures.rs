@@ -221,13 +221,10 @@ fn s1_44_foreign_blocks_are_refused() {
         for bytes in [4 * KIB, 4 * MIB] {
             let block = yours.allocate(bytes, &stream).unwrap();
             let before = (mine.stats(), yours.stats());
-            let results = {
-                [
-                    mine.raw_free(block.ptr()),
-                    mine.raw_record_stream(block.ptr(), stream.raw()),
-                ]
-            };
-            for result in results {
+            for result in [
+                mine.raw_free(block.ptr()),
+                mine.raw_record_stream(block.ptr(), stream.raw()),
+            ] {
                 assert_matches!(result, Err(Error::NotOurs { .. }));
             }
             assert_eq!(mine.usable_size(block.ptr()), None);

@@ -6,11 +6,11 @@ use cualloc::allocator::{BlockState, Counter, PoolStats};
 
 const LARGE: usize = 3 * MIB;
 
-/// An allocator that expects blocks of [`LARGE`] bytes on the stream to come again.
-fn used_to_pairs(rig: &Rig, stream: &Stream) -> Allocator {
-    let allocator = rig.allocator();
-    make_used(&allocator, stream);
-    allocator
+/// An allocator that expects blocks of [`LARGE`] bytes on the first stream to come again.
+fn used_to_pairs<const N: usize>(rig: &Rig) -> (Checked<'_>, [Stream; N]) {
+    let (allocator, streams) = rig.scene();
+    make_used(&allocator, &streams[0]);
+    (allocator, streams)
 }
 
 fn make_used(allocator: &Allocator, stream: &Stream) {
@@ -41,8 +41,7 @@ fn packed(test: impl Fn(&Rig)) {
 #[test]
 fn pairs_stay_with_their_cache_and_lie_where_they_lay() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = used_to_pairs(rig, &a);
+        let (allocator, [a]) = used_to_pairs(rig);
         assert!(pairs_stay(&allocator, &a));
         let first = allocator.allocate(LARGE, &a).unwrap();
         let (at, life) = (first.ptr(), first.generation());
@@ -52,8 +51,6 @@ fn pairs_stay_with_their_cache_and_lie_where_they_lay() {
         assert_ne!(second.generation(), life);
         assert_eq!(second.requested(), LARGE - 100);
         allocator.check().unwrap();
-        drop(second);
-        rig.close(&allocator);
     });
 }
 
@@ -88,9 +85,8 @@ fn figures_do_not_fall_when_a_stream_is_retired() {
 #[test]
 fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = used_to_pairs(rig, &a);
-        let kept = allocator.allocate(5 * MIB, &a).unwrap();
+        let (allocator, [a]) = used_to_pairs(rig);
+        let _kept = allocator.allocate(5 * MIB, &a).unwrap();
         make_used(&allocator, &a);
         let before = allocator.stats();
         let block = allocator.allocate(LARGE - 100, &a).unwrap();
@@ -135,8 +131,6 @@ fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
             allocator.cached(),
             after.all.reserved.current - 5 * MIB as u64
         );
-        drop(kept);
-        rig.close(&allocator);
     });
 }
 
@@ -167,8 +161,7 @@ fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
 #[test]
 fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
     packed(|rig| {
-        let a = rig.stream();
-        let allocator = used_to_pairs(rig, &a);
+        let (allocator, [a]) = used_to_pairs(rig);
         let ptr = allocator.allocate(LARGE, &a).unwrap().into_raw();
         let inside = allocator.raw_free(ptr + 512);
         assert_matches!(inside, Err(Error::InteriorPointer { base, .. }) if base == ptr);
@@ -182,7 +175,6 @@ fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
         assert!(allocator.block_of(ptr).is_none());
         assert_eq!(allocator.usable_size(ptr), None);
         assert!(allocator.guard(ptr, 512).is_err());
-        rig.close(&allocator);
     });
 }
 
@@ -257,8 +249,7 @@ fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
 #[test]
 fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
     packed(|rig| {
-        let [a, b] = rig.streams();
-        let allocator = used_to_pairs(rig, &a);
+        let (allocator, [a, b]) = used_to_pairs(rig);
         let block = allocator.allocate(LARGE, &a).unwrap();
         allocator.retire(&a).unwrap();
         drop(block);
@@ -272,7 +263,8 @@ fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
         make_used(&allocator, &b);
         rig.close(&allocator);
         // The last block closes an allocator that has no handle any more.
-        let allocator = used_to_pairs(rig, &b);
+        let allocator = rig.allocator();
+        make_used(&allocator, &b);
         let block = allocator.allocate(LARGE, &b).unwrap();
         drop(allocator);
         drop(block);
@@ -285,13 +277,13 @@ fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
 
 /// Another stream's block, and a block of a foreign owner's stream that lies in its stream cache's large-block
 /// cache.
-fn beside_a_foreign_cache(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawStream) {
-    let allocator = rig.allocator();
-    let kept = allocator.allocate(5 * MIB, stream).unwrap();
+fn beside_a_foreign_cache(rig: &Rig) -> (Checked<'_>, Stream, Block, RawStream) {
+    let (allocator, [stream]) = rig.scene();
+    let kept = allocator.allocate(5 * MIB, &stream).unwrap();
     let foreign = RawStream::new(rig);
     make_used(&allocator, &foreign.borrowed());
     assert!(pairs_stay(&allocator, &foreign.borrowed()));
-    (allocator, kept, foreign)
+    (allocator, stream, kept, foreign)
 }
 
 /// R24: a block that was freed to a large-block cache comes off it in the call of another stream. By then the
@@ -300,15 +292,12 @@ fn beside_a_foreign_cache(rig: &Rig, stream: &Stream) -> (Allocator, Block, RawS
 #[test]
 fn r24_what_comes_out_of_a_large_cache_touches_no_stream_that_may_be_gone() {
     packed(|rig| {
-        let b = rig.stream();
-        let (allocator, kept, foreign) = beside_a_foreign_cache(rig, &b);
+        let (allocator, b, _kept, foreign) = beside_a_foreign_cache(rig);
         foreign.destroy();
         let markers = allocator.stats().markers;
-        let block = allocator.allocate(5 * MIB, &b).unwrap();
+        let _block = allocator.allocate(5 * MIB, &b).unwrap();
         assert_eq!(live_in_snapshot(&allocator).0, 2);
         assert_eq!(allocator.stats().markers, markers);
-        drop((kept, block));
-        rig.close(&allocator);
     });
 }
 
@@ -316,15 +305,12 @@ fn r24_what_comes_out_of_a_large_cache_touches_no_stream_that_may_be_gone() {
 #[test]
 fn what_comes_out_of_a_large_cache_is_marked_in_a_call_of_its_stream() {
     packed(|rig| {
-        let b = rig.stream();
-        let (allocator, kept, foreign) = beside_a_foreign_cache(rig, &b);
+        let (allocator, _, kept, foreign) = beside_a_foreign_cache(rig);
         let markers = allocator.stats().markers;
         let block = allocator.allocate(5 * MIB, &foreign.borrowed()).unwrap();
         assert_eq!(allocator.stats().markers, markers + 1);
         drop((kept, block));
-        allocator.retire(&foreign.borrowed()).unwrap();
-        foreign.destroy();
-        rig.close(&allocator);
+        foreign.retire(&allocator);
     });
 }
 
@@ -434,8 +420,7 @@ fn r61_a_cache_that_is_busy_with_large_blocks_keeps_what_it_has() {
     packed(|rig| {
         const PAGE: usize = 64 * KIB;
         const STEP: usize = 2 * MIB / PAGE;
-        let [a, b] = rig.streams();
-        let allocator = used_to_pairs(rig, &a);
+        let (allocator, [a, b]) = used_to_pairs(rig);
         let small = [(); 128].map(|()| allocator.allocate(512, &a).unwrap());
         drop(small);
         let kept = allocator.stats().cache_bytes;
@@ -450,7 +435,5 @@ fn r61_a_cache_that_is_busy_with_large_blocks_keeps_what_it_has() {
             assert!(pages.len() == STEP || allocator.stats().all.reserved.current > reserved);
             assert_eq!(allocator.stats().cache_bytes, kept);
         }
-        drop(pages);
-        rig.close(&allocator);
     });
 }

@@ -6,8 +6,6 @@
 #[cfg(feature = "sim")]
 pub mod capturing;
 #[cfg(feature = "sim")]
-pub mod hooked;
-#[cfg(feature = "sim")]
 pub mod interlude;
 #[cfg(feature = "sim")]
 pub mod lost;

@@ -101,16 +101,10 @@ pub fn out_of_memory(error: Error) -> OutOfMemory {
 
 /// [`each_simulated`] with [interludes](super::interlude).
 pub fn each_with_interludes(test: impl Fn(&Rig, &Simulator)) {
-    for policy in policies() {
-        let Some(rig) = Rig::with_interludes(policy) else {
-            return;
-        };
-        eprintln!("policy {policy:?}");
-        if let Some(sim) = rig.sim() {
-            test(&rig, sim);
-        }
-        rig.assert_clean();
-    }
+    each_simulated(|rig, sim| {
+        super::interlude::install(sim);
+        test(rig, sim);
+    });
 }
 
 /// Runs a test with one segment policy. At its end nothing may have been reported.
@@ -186,7 +180,9 @@ impl Rig {
 
     /// A rig on the simulator with [interludes](super::interlude); none, with a word about it, on a GPU.
     pub fn with_interludes(policy: Policy) -> Option<Rig> {
-        Rig::behind(policy, super::interlude::install)
+        let rig = Rig::new(policy, SimConfig::with_devices(1, 8 << 30));
+        super::interlude::install(rig.sim()?);
+        Some(rig)
     }
 
     /// A rig on the simulator, some of whose functions are replaced by ones that call them; none, with a

@@ -7,10 +7,6 @@ use crate::common::prelude::*;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use cualloc::driver::sys::*;
-
-use crate::common::hooked::hooked;
-
 thread_local! {
     static LOOKED_AT: RefCell<Option<Allocator>> = const { RefCell::new(None) };
     /// Calls beside which something was wrong.
@@ -46,36 +42,10 @@ fn look(call: &str) {
     }
 }
 
-hooked! {
-    /// Puts looks around the calls of this thread that map memory, wait and ask; returns the table to use
-    /// instead.
-    before look, after look;
-    cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
-    cuMemFree_v2(address: CUdeviceptr);
-    cuMemAddressReserve(
-        address: *mut CUdeviceptr, bytes: usize, align: usize, at: CUdeviceptr, flags: u64
-    );
-    cuMemAddressFree(address: CUdeviceptr, bytes: usize);
-    cuMemCreate(
-        handle: *mut CUmemGenericAllocationHandle, bytes: usize,
-        properties: *const CUmemAllocationProp, flags: u64
-    );
-    cuMemRelease(handle: CUmemGenericAllocationHandle);
-    cuMemMap(
-        address: CUdeviceptr, bytes: usize, offset: usize, handle: CUmemGenericAllocationHandle,
-        flags: u64
-    );
-    cuMemUnmap(address: CUdeviceptr, bytes: usize);
-    cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
-    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
-    cuCtxSynchronize();
-    cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
-    cuEventCreate(event: *mut CUevent, flags: u32);
-    cuEventDestroy_v2(event: CUevent);
-    cuEventRecord(event: CUevent, stream: CUstream);
-    cuEventQuery(event: CUevent);
-    cuEventSynchronize(event: CUevent);
-    cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: u32);
+/// Puts looks around the calls of a simulator.
+pub fn install(sim: &Simulator) {
+    sim.before(|moment| look(moment.call));
+    sim.after(|moment| look(moment.call));
 }
 
 /// Runs `act` with a look at the allocator's heap beside each driver call.

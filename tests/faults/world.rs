@@ -122,8 +122,8 @@ impl World {
         let mut config = SimConfig::with_devices(2, scenario.memory);
         config.mode = scenario.mode;
         let sim = Simulator::new(config).unwrap();
-        // SAFETY: the simulator's functions, some of them behind ones of the same types.
-        let driver = unsafe { Driver::from_functions(outside::install(sim.functions())) }.unwrap();
+        outside::install(&sim);
+        let driver = sim.driver().unwrap();
         let context = driver.context(0).unwrap();
         let config = Config::new()
             .policy(policy)

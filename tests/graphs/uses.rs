@@ -2,13 +2,15 @@
 
 use super::support::*;
 
-/// A rig with interludes, whose memory is packed.
-fn with_interludes(test: impl Fn(&Rig)) {
-    let Some(rig) = Rig::with_interludes(Policy::Packed) else {
-        return;
-    };
-    test(&rig);
-    rig.assert_clean();
+/// [`pooled`] on a simulator with interludes.
+fn with_interludes<const N: usize>(
+    test: impl Fn(&Rig, &Simulator, Allocator, GraphPool, [Stream; N]),
+) {
+    pooled(|rig, allocator, pool, streams| {
+        let Some(sim) = rig.sim() else { return };
+        interlude::install(sim);
+        test(rig, sim, allocator, pool, streams);
+    });
 }
 
 #[test]
@@ -106,12 +108,8 @@ fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
 /// A plan sets memory aside that still waits for work; meanwhile others look at what waits, and the plan fails.
 #[test]
 fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
-    with_interludes(|rig| {
-        let Some(sim) = rig.sim() else { return };
-        let allocator = rig.checked();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, other] = rig.streams();
-        let scope = pool.enter(Scope::Thread).unwrap();
+    with_interludes(|rig, sim, allocator, pool, [stream, other]| {
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
         let at = block.ptr();
         let held = rig.hold(&stream);
@@ -136,18 +134,13 @@ fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
         rig.settle(&stream);
         let behind = used(rig, &allocator, 2 * MIB, &other);
         assert_eq!(behind.ptr(), at);
-        drop((beside, behind, scope));
-        rig.settle(&other);
     });
 }
 
 /// A plan sets memory aside that a capture freed; the capture ends meanwhile, and the plan fails.
 #[test]
 fn memory_that_a_failed_plan_had_is_free_when_the_capture_has_ended() {
-    with_interludes(|rig| {
-        let Some(sim) = rig.sim() else { return };
-        let allocator = rig.checked();
-        let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
+    with_interludes(|rig, sim, allocator, pool, [stream]| {
         let scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&stream, MODE);
         let block = used(rig, &allocator, 2 * MIB, &stream);
@@ -170,30 +163,24 @@ fn memory_that_a_failed_plan_had_is_free_when_the_capture_has_ended() {
         });
         assert_eq!(footprint(&allocator, &pool).physical, 2 * MIB as u64);
         run(&next, &stream);
-        drop((next, pool));
-        rig.settle(&stream);
     });
 }
 
 #[test]
 fn a_stream_is_not_retired_under_a_free_that_touches_it() {
-    with_interludes(|rig| {
-        let allocator = rig.checked();
-        let (pool, raw) = (allocator.graph_pool().unwrap(), RawStream::new(rig));
+    with_interludes(|rig, sim, allocator, pool, []| {
+        let raw = RawStream::new(rig);
         let _scope = pool.enter(Scope::Thread).unwrap();
         let at = allocator.raw_allocate(2 * MIB, raw.raw()).unwrap();
         let gone = Arc::new(AtomicBool::new(false));
         let (done, stream) = (Arc::clone(&gone), raw.raw() as usize);
         let (retiring, driver) = (allocator.clone(), rig.driver.clone());
-        let Some(functions) = rig.sim().map(|sim| sim.functions()) else {
-            return;
-        };
+        let functions = sim.functions();
         let records = rig.calls("cuEventRecord");
         interlude::before("cuEventRecord", move || {
             let done = Arc::clone(&done);
             let seen = Arc::clone(&done);
             std::thread::spawn(move || {
-                interlude::install(functions);
                 let stream = stream as sys::CUstream;
                 // SAFETY: the stream is alive, and nothing more comes.
                 unsafe {
@@ -381,11 +368,8 @@ fn a_recorded_stream_of_the_capture_is_waited_for_by_order() {
 /// Two threads record uses by one stream; the one that recorded first comes back last.
 #[test]
 fn a_use_that_is_recorded_meanwhile_counts() {
-    with_interludes(|rig| {
-        let allocator = rig.checked();
-        let pool = allocator.graph_pool().unwrap();
-        let [stream, reader] = rig.streams();
-        let scope = pool.enter(Scope::Thread).unwrap();
+    with_interludes(|rig, sim, allocator, pool, [stream, reader]| {
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let block = Arc::new(allocator.allocate(2 * MIB, &stream).unwrap());
         let at = block.ptr();
         let held = rig.hold(&reader);
@@ -399,7 +383,6 @@ fn a_use_that_is_recorded_meanwhile_counts() {
         });
         block.record_use(&reader).unwrap();
         assert!(!interlude::is_due());
-        let Some(sim) = rig.sim() else { return };
         // The event of this thread is done, the use behind it is not.
         sim.complete_stream(reader.id().unwrap(), 2);
         drop(block);
@@ -407,9 +390,6 @@ fn a_use_that_is_recorded_meanwhile_counts() {
         let next = used(rig, &allocator, 2 * MIB, &stream);
         assert_ne!(next.ptr(), at, "the other thread's use is not over");
         held.release();
-        rig.settle(&reader);
-        drop((next, scope));
-        rig.settle(&stream);
     });
 }
 
@@ -433,16 +413,10 @@ fn blocks_are_freed_after_their_stream_is_gone() {
         allocator.raw_free(own).unwrap();
         drop(read);
         assert_eq!(footprint(&allocator, &pool).blocks, 0);
-        let next = [
-            allocator.allocate(2 * MIB, &other).unwrap(),
-            allocator.allocate(2 * MIB, &other).unwrap(),
-        ];
+        let next = allocator.allocate_blocks(2, 2 * MIB, &other);
         assert_eq!(footprint(&allocator, &pool).physical, 8 * MIB as u64);
-        drop(next);
-        drop(scope);
-        drop(pool);
+        drop((next, scope, pool));
         rig.settle(&other);
-        allocator.trim(0).unwrap();
         allocator.synchronize().unwrap();
         allocator.trim(0).unwrap();
     });
@@ -456,7 +430,7 @@ fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
         let allocator = rig.checked_with(Config::new().unretired_streams(true));
         let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
         let own = RawStream::new(rig);
-        let scope = pool.enter(Scope::Thread).unwrap();
+        let _scope = pool.enter(Scope::Thread).unwrap();
         let at = allocator.raw_allocate(2 * MIB, own.raw()).unwrap();
         let stream = own.borrowed();
         rig.stamp(at, 2 * MIB, 1, &stream);
@@ -475,8 +449,6 @@ fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
             assert_ne!(other.ptr(), at, "the graph writes there");
         }
         run(&graph, &stream);
-        drop((graph, others, scope, pool));
-        rig.settle(&other);
     });
 }
 

@@ -17,6 +17,12 @@ fn program(rig: &Rig, allocator: &Allocator, pool: &GraphPool, stream: &Stream) 
     })
 }
 
+/// A block of a pool, from outside of captures.
+fn block_in(pool: &GraphPool, allocator: &Allocator, bytes: usize, stream: &Stream) -> Block {
+    let _scope = pool.enter(Scope::Thread).unwrap();
+    allocator.allocate(bytes, stream).unwrap()
+}
+
 fn launch(exec: &mut GraphExec, stream: &Stream) {
     // SAFETY: the simulator says what is wrong with the memory.
     unsafe { exec.launch(stream) }.unwrap();
@@ -35,18 +41,14 @@ fn graphs_run_after_waking_as_before() {
             let done = try_suspend(&allocator, Select::Pool(&pool), contents).unwrap();
             assert_eq!(done.bytes, physical);
             rig.assert_held(eager);
-            let kept = if contents == Contents::Drop {
-                0
-            } else {
-                2 * MIB
-            };
-            assert_eq!(done.kept, kept as u64, "live bytes alone");
+            let kept = contents != Contents::Drop;
+            assert_eq!(done.kept, u64::from(kept) * (2 << 20), "live bytes alone");
             assert_matches!(pool.launching(), Err(Error::Suspended));
             assert_eq!(pool.footprint().unwrap().physical, 0);
             allocator.resume(Select::Pool(&pool)).unwrap();
             pool.launching().unwrap();
             assert_eq!(pool.footprint().unwrap().physical, physical);
-            if contents != Contents::Drop {
+            if kept {
                 assert_eq!(rig.mismatches(output.ptr(), 2 * MIB, 77, &stream), 0);
             }
             rig.stamp(output.ptr(), 2 * MIB, 1, &stream);
@@ -59,7 +61,7 @@ fn graphs_run_after_waking_as_before() {
 #[test]
 fn other_memory_serves_while_a_pool_is_suspended() {
     pooled(|rig, allocator, pool, [stream]| {
-        let scope = pool.enter(Scope::Stream(&stream)).unwrap();
+        let _scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let inside = allocator.allocate(4 * MIB, &stream).unwrap();
         let freed = allocator.allocate(4 * MIB, &stream).unwrap();
         rig.stamp(inside.ptr(), 4 * MIB, 5, &stream);
@@ -79,9 +81,6 @@ fn other_memory_serves_while_a_pool_is_suspended() {
         assert_eq!(rig.mismatches(eager.ptr(), 4 * MIB, 6, &other), 0);
         let again = allocator.allocate(4 * MIB, &stream).unwrap();
         rig.stamp(again.ptr(), 4 * MIB, 7, &stream);
-        drop((again, inside, eager, scope, pool));
-        rig.settle(&stream);
-        rig.settle(&other);
     });
 }
 
@@ -92,8 +91,7 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
         let tags = ["weights", "cache", "cache"];
         let pools = tags.map(|tag| allocator.graph_pool_for(tag).unwrap());
         let blocks = pools.each_ref().map(|pool| {
-            let _scope = pool.enter(Scope::Thread).unwrap();
-            let block = allocator.allocate(4 * MIB, &stream).unwrap();
+            let block = block_in(pool, &allocator, 4 * MIB, &stream);
             rig.stamp(block.ptr(), 4 * MIB, 9, &stream);
             block
         });
@@ -120,8 +118,6 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
                 tag: "catch"
             }))
         );
-        drop(blocks);
-        drop(pools);
         rig.settle(&stream);
     });
 }
@@ -129,33 +125,26 @@ fn tags_say_what_is_suspended_and_what_is_kept() {
 #[test]
 fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
     packed(|rig| {
-        let (allocator, stream) = (rig.limited(16 * MIB), rig.stream());
+        let (allocator, [stream]) = rig.scene_limit(16 * MIB);
         let pool = allocator.graph_pool().unwrap();
         let scope = pool.enter(Scope::NextCapture).unwrap();
         let under_way = Capturing::begin(&stream, MODE);
-        let block = allocator.allocate(12 * MIB, &stream).unwrap();
+        let _block = allocator.allocate(12 * MIB, &stream).unwrap();
         let refused = try_suspend(&allocator, Select::Pool(&pool), Contents::Drop);
         assert_matches!(refused, Err(Error::Capturing { .. }));
-        let graph = under_way.end().unwrap();
+        let _graph = under_way.end().unwrap();
         scope.leave().unwrap();
         try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
         // The limit is of memory that is there.
         let other = allocator.allocate(12 * MIB, &stream).unwrap();
-        match allocator.resume(Select::Pool(&pool)) {
-            Err(Error::OutOfMemory(why)) => {
-                let figures = (why.requested, why.missing(), why.live());
-                assert_eq!(figures, (12 << 20, 8 << 20, 12 << 20));
-                assert_eq!(why.cause(), Cause::Limit, "{}", why.report());
-            }
-            other => panic!("{other:?}"),
-        }
+        let why = out_of_memory(allocator.resume(Select::Pool(&pool)).unwrap_err());
+        let figures = (why.requested, why.missing(), why.live());
+        assert_eq!(figures, (12 << 20, 8 << 20, 12 << 20));
+        assert_eq!(why.cause(), Cause::Limit, "{}", why.report());
         drop(other);
         stream.synchronize().unwrap();
         // What nobody uses any more makes room.
         allocator.resume(Select::Pool(&pool)).unwrap();
-        drop((block, graph, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -178,7 +167,7 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
 #[test]
 fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
     pooled(|rig, allocator, pool, [stream]| {
-        let scope = pool.enter(Scope::Stream(&stream)).unwrap();
+        let _scope = pool.enter(Scope::Stream(&stream)).unwrap();
         let block = allocator.allocate(4 * MIB, &stream).unwrap();
         let physical = pool.footprint().unwrap().physical;
         try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
@@ -193,8 +182,6 @@ fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
         let block = allocator.allocate(4 * MIB, &stream).unwrap();
         rig.stamp(block.ptr(), 4 * MIB, 9, &stream);
         assert_eq!(rig.mismatches(block.ptr(), 4 * MIB, 9, &stream), 0);
-        drop(block);
-        scope.leave().unwrap();
     });
 }
 
@@ -233,17 +220,12 @@ fn a_pool_that_nobody_can_use_is_not_brought_back() {
 #[test]
 fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
     pooled(|rig, allocator, pool, [stream]| {
-        let scope = pool.enter(Scope::Thread).unwrap();
-        drop(allocator.allocate(MIB, &stream).unwrap());
-        scope.leave().unwrap();
+        drop(block_in(&pool, &allocator, MIB, &stream));
         // Its memory waits for a stream that nobody has asked.
         drop(pool);
         suspend(&allocator, Contents::Drop);
-        drop(
-            allocator
-                .resume(Select::Tag(Tag::new("unused")))
-                .unwrap_err(),
-        );
+        let unused = Select::Tag(Tag::new("unused"));
+        drop(allocator.resume(unused).unwrap_err());
         allocator.check().unwrap();
         resume(&allocator);
         rig.assert_held(0);
@@ -272,18 +254,14 @@ fn a_pool_of_another_allocator_is_refused() {
 #[test]
 fn a_pool_counts_until_it_is_away() {
     packed(|rig| {
-        let (allocator, stream) = (rig.limited(16 * MIB), rig.stream());
+        let (allocator, [stream]) = rig.scene_limit(16 * MIB);
         let pool = allocator.graph_pool().unwrap();
-        let scope = pool.enter(Scope::Thread).unwrap();
-        let block = allocator.allocate(12 * MIB, &stream).unwrap();
-        scope.leave().unwrap();
+        let _block = block_in(&pool, &allocator, 12 * MIB, &stream);
         let (inside, other) = (allocator.clone(), rig.stream());
         let beside = allocator.graph_pool().unwrap();
         let hook = SegmentHook::new("test", move |_, _| {
             // What pools hold is counted anew.
-            let scope = beside.enter(Scope::Thread).unwrap();
-            drop(inside.allocate(MIB, &other).unwrap());
-            scope.leave().unwrap();
+            drop(block_in(&beside, &inside, MIB, &other));
             let more = inside.allocate(12 * MIB, &other);
             assert_matches!(more, Err(Error::OutOfMemory(_)));
         });
@@ -297,9 +275,6 @@ fn a_pool_counts_until_it_is_away() {
         drop(more);
         stream.synchronize().unwrap();
         allocator.resume(Select::Pool(&pool)).unwrap();
-        drop((block, pool));
-        rig.settle(&stream);
-        rig.close(&allocator);
     });
 }
 
@@ -316,9 +291,7 @@ fn memory_that_a_pool_gave_back_keeps_no_number() {
         let pool = allocator.graph_pool().unwrap();
         let mut seen: Vec<Segment> = Vec::new();
         for _ in 0..2 {
-            let scope = pool.enter(Scope::Thread).unwrap();
-            let block = allocator.allocate(4 * MIB, &stream).unwrap();
-            scope.leave().unwrap();
+            let block = block_in(&pool, &allocator, 4 * MIB, &stream);
             try_suspend(&allocator, Select::Pool(&pool), Contents::Drop).unwrap();
             allocator.resume(Select::Pool(&pool)).unwrap();
             let now = std::mem::take(&mut *heard.lock().unwrap());

@@ -152,35 +152,6 @@ fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     rig.end()
 }
 
-/// Work of a silent stream is completed a fixed number of requests after the last call for it, wherever the count
-/// starts, and long before it rests.
-#[test]
-fn a_silent_stream_is_completed_before_it_rests() -> Outcome {
-    let rig = Rig::new(packed())?;
-    let (mut streams, [a, b]) = known(&rig);
-    let silent = |streams: &mut Streams, count: usize| -> Vec<u32> {
-        (0..count).flat_map(|_| streams.silent(a)).collect()
-    };
-    assert!(silent(&mut streams, 100).is_empty());
-    assert!(!streams.count_use(b, 1));
-    assert!(silent(&mut streams, 511).is_empty());
-    assert_eq!(silent(&mut streams, 1), [b]);
-    // Its work is incomplete: the attempt is repeated later, and the stream does not rest.
-    assert!(!streams.rest_if_due(b));
-    assert_eq!(silent(&mut streams, 512), [b]);
-    assert!(!streams.rest_if_due(b));
-    // A call for the stream, whose work then completes.
-    assert!(!streams.count_use(b, 1));
-    let batch = streams.close_batch(b);
-    streams.batch_complete(&batch);
-    assert!(silent(&mut streams, 1023).is_empty());
-    assert!(!streams.rest_if_due(b) && streams.several());
-    assert_eq!(silent(&mut streams, 1), [b]);
-    assert!(streams.rest_if_due(b) && !streams.several());
-    assert!(silent(&mut streams, 2048).is_empty());
-    rig.end()
-}
-
 /// A silent stream's open batch is completed without a request of that stream, and its pieces become available to all
 /// streams.
 #[test]

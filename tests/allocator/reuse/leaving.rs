@@ -67,13 +67,11 @@ fn d3_a_free_that_began_before_the_end_counts() {
         let (allocator, [home, other]) = rig.scene_with(config.capture_checks(true));
         let mut buffer = DeviceBuffer::<u8>::zeroed(&*allocator, BLOCK, &home).unwrap();
         sim.set_mode(Mode::Manual);
-        let functions = sim.functions();
         let (marks, marked) = mpsc::channel();
         let (looks, looked) = mpsc::channel();
         let retiring = {
             let (allocator, on) = (allocator.clone(), home.clone());
             std::thread::spawn(move || {
-                interlude::install(functions);
                 let settled = on.clone();
                 interlude::after("cuEventRecord", move || {
                     settled.synchronize().unwrap();

@@ -221,7 +221,6 @@ fn ends_behind_the_free(
     drop(allocator.allocate(KIB, &second).unwrap());
     let foreign = RawStream::new(&rig);
     let block = allocator.allocate(4 * MIB, &foreign.borrowed()).unwrap();
-    let functions = rig.sim().map(Simulator::functions);
     let ended = Arc::new(AtomicBool::new(false));
     let ending = Arc::new(Mutex::new(None));
     let (other, stream) = (allocator.clone(), foreign.borrowed());
@@ -232,7 +231,6 @@ fn ends_behind_the_free(
         let (begun, begins) = mpsc::channel();
         let done = Arc::clone(&flag);
         *thread.lock().unwrap() = Some(std::thread::spawn(move || {
-            functions.map(interlude::install);
             begun.send(()).unwrap();
             end(&other, &stream).unwrap();
             done.store(true, Ordering::SeqCst);
