@@ -1,5 +1,7 @@
 //! Debug modes: errors that are planted, and what is found of them.
 
+use std::ops::Deref;
+
 use super::common::prelude::*;
 use cualloc::error::{Finding, Misuse};
 use cualloc::record::Context;
@@ -33,10 +35,25 @@ impl Scene {
         unsafe { stream.memset(at, 7, bytes) }.unwrap();
     }
 
+    /// What was found when the allocator is closed, at which the simulator had nothing to report.
+    fn close(&self) -> Vec<Finding> {
+        self.allocator.close().unwrap();
+        assert_eq!(self.simulator.reports(), []);
+        self.findings()
+    }
+
     fn only(&self) -> Finding {
         let found = self.allocator.findings();
         assert_eq!(found.len(), 1, "{found:?}");
         found[0].clone()
+    }
+}
+
+impl Deref for Scene {
+    type Target = Allocator;
+
+    fn deref(&self) -> &Allocator {
+        &self.allocator
     }
 }
 
@@ -56,20 +73,17 @@ fn one_byte_behind_a_block_is_found_at_its_free_and_by_a_check() {
             (3 * MIB, "large"),
             (3 * MIB + 5, "odd"),
         ] {
-            let before = scene.allocator.findings().len();
+            let before = scene.findings().len();
             let context = Context::new("train;forward").enter();
             let request = Request::new(bytes).tag(tag);
-            let block = scene
-                .allocator
-                .allocate_with(request, &scene.stream)
-                .unwrap();
+            let block = scene.allocate_with(request, &scene.stream).unwrap();
             context.enter();
             assert_eq!(block.size(), bytes as u64);
-            assert_eq!(scene.allocator.usable_size(block.ptr()), Some(bytes as u64));
+            assert_eq!(scene.usable_size(block.ptr()), Some(bytes as u64));
             scene.write(block.ptr(), bytes, &scene.stream);
-            scene.allocator.check().unwrap();
+            scene.check().unwrap();
             scene.write(block.ptr() + bytes as u64, 1, &scene.stream);
-            let Err(Error::Misused(finding)) = scene.allocator.check() else {
+            let Err(Error::Misused(finding)) = scene.check() else {
                 panic!("the byte behind {bytes} was not found");
             };
             assert_eq!(
@@ -84,11 +98,11 @@ fn one_byte_behind_a_block_is_found_at_its_free_and_by_a_check() {
                 format!("byte {bytes} was written, 1 behind the end of the block of {bytes} bytes");
             assert!(text.contains(&said), "{text}");
             drop(block);
-            let found = scene.allocator.findings();
+            let found = scene.findings();
             assert_eq!(found.len(), before + 2, "by the check and at the free");
             assert_eq!(found[before], found[before + 1]);
         }
-        scene.allocator.check().unwrap();
+        scene.check().unwrap();
         scene.allocator.close().unwrap();
     });
 }
@@ -99,8 +113,8 @@ fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
         let block = scene.take(MIB);
         let at = block.ptr();
         let raw = block.into_raw();
-        scene.allocator.raw_free(raw).unwrap();
-        let again = scene.allocator.raw_free(raw);
+        scene.raw_free(raw).unwrap();
+        let again = scene.raw_free(raw);
         assert_matches!(again, Err(Error::NotLive { ptr }) if ptr == at);
         scene.write(at + 100_000, 1, &scene.stream);
         scene.stream.synchronize().unwrap();
@@ -108,7 +122,7 @@ fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
             let other = scene.take(MIB);
             assert_ne!(other.ptr(), at, "it is held back");
         }
-        assert!(scene.allocator.findings().is_empty());
+        assert!(scene.findings().is_empty());
         let others = [scene.take(2 * MIB), scene.take(2 * MIB)];
         drop(others);
         let finding = scene.only();
@@ -123,18 +137,14 @@ fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
                 .starts_with("use after free: byte 100000 was written")
         );
         scene.allocator.close().unwrap();
-        assert_eq!(
-            scene.allocator.findings().len(),
-            1,
-            "nothing else was written"
-        );
+        assert_eq!(scene.findings().len(), 1, "nothing else was written");
     });
 }
 
 #[test]
 fn work_of_a_stream_that_was_not_recorded_is_a_use_after_free() {
     each("quarantine", |scene| {
-        let side = scene.allocator.create_stream().unwrap();
+        let side = scene.create_stream().unwrap();
         for recorded in [true, false] {
             let block = scene.take(MIB);
             scene.simulator.set_mode(Mode::Manual);
@@ -145,7 +155,7 @@ fn work_of_a_stream_that_was_not_recorded_is_a_use_after_free() {
             drop(block);
             scene.simulator.complete_all();
         }
-        assert!(scene.allocator.findings().is_empty());
+        assert!(scene.findings().is_empty());
         scene.allocator.close().unwrap();
         assert_eq!(scene.only().misuse, Misuse::UseAfterFree);
     });
@@ -154,13 +164,12 @@ fn work_of_a_stream_that_was_not_recorded_is_a_use_after_free() {
 #[test]
 fn memory_in_quarantine_is_let_go_before_memory_runs_out() {
     each("quarantine:1G", |scene| {
-        scene.allocator.set_limit(Some(64 << 20));
+        scene.set_limit(Some(64 << 20));
         for _ in 0..20 {
             drop(scene.take(20 * MIB));
         }
-        assert!(scene.allocator.stats().all.allocated.current > 0);
-        scene.allocator.close().unwrap();
-        assert!(scene.allocator.findings().is_empty());
+        assert!(scene.stats().all.allocated.current > 0);
+        assert_eq!(scene.close(), []);
     });
 }
 
@@ -186,17 +195,14 @@ fn blocks_that_are_left_are_listed_with_their_tags() {
     each("leaks+quarantine", |scene| {
         drop(scene.take(MIB));
         let tagged = Request::new(3000).tag("weights");
-        let left = scene
-            .allocator
-            .allocate_with(tagged, &scene.stream)
-            .unwrap();
+        let left = scene.allocate_with(tagged, &scene.stream).unwrap();
         let context = Context::new("serve;cache").enter();
         let other = scene.take(2 * MIB);
         context.enter();
         for _ in 0..2 {
             let refused = scene.allocator.close();
             assert_matches!(refused, Err(Error::InUse { count: 2, .. }));
-            let mut found = scene.allocator.findings();
+            let mut found = scene.findings();
             found.sort_by_key(|finding| finding.requested);
             assert_eq!(found.len(), 2, "each once, however often it is tried");
             assert!(found.iter().all(|finding| finding.misuse == Misuse::Leak));
@@ -212,7 +218,7 @@ fn blocks_that_are_left_are_listed_with_their_tags() {
 #[test]
 fn streams_that_are_retired_and_raw_ones_are_waited_for_all_the_same() {
     each("guard+quarantine:1M+poison+leaks", |scene| {
-        let raw = scene.allocator.create_stream().unwrap();
+        let raw = scene.create_stream().unwrap();
         let allocator = &scene.allocator;
         let streams = [raw.raw(), std::ptr::null_mut(), 2 as sys::CUstream];
         let [ptr, default, thread] = streams.map(|on| allocator.raw_allocate(1000, on).unwrap());
@@ -226,10 +232,7 @@ fn streams_that_are_retired_and_raw_ones_are_waited_for_all_the_same() {
         for block in [ptr, default, thread] {
             allocator.raw_free(block).unwrap();
         }
-        assert_eq!(scene.allocator.findings(), []);
-        scene.allocator.close().unwrap();
-        assert_eq!(scene.allocator.findings(), []);
-        assert_eq!(scene.simulator.reports(), []);
+        assert_eq!(scene.close(), []);
     });
 }
 
@@ -237,11 +240,11 @@ fn streams_that_are_retired_and_raw_ones_are_waited_for_all_the_same() {
 fn a_program_without_errors_has_no_findings() {
     each("guard+quarantine:3M+poison+leaks", |scene| {
         let mut kept: Vec<Block> = Vec::new();
-        let side = scene.allocator.create_stream().unwrap();
+        let side = scene.create_stream().unwrap();
         for round in 0..300usize {
             let bytes = 1 + (round * 7919) % 97 * ((round % 5) * 9000 + 100);
             let on = if round % 3 == 0 { &side } else { &scene.stream };
-            let block = scene.allocator.allocate(bytes, on).unwrap();
+            let block = scene.allocate(bytes, on).unwrap();
             scene.write(block.ptr(), bytes, on);
             if round % 7 == 0 {
                 block.record_stream(&side).unwrap();
@@ -252,16 +255,14 @@ fn a_program_without_errors_has_no_findings() {
                 drop(kept.swap_remove(round % 20));
             }
             if round % 50 == 0 {
-                scene.allocator.check().unwrap();
-                scene.allocator.trim(0).unwrap();
+                scene.check().unwrap();
+                scene.trim(0).unwrap();
             }
         }
-        let stats = scene.allocator.stats();
+        let stats = scene.stats();
         assert!(stats.all.requested.current > 0);
         drop(kept);
-        scene.allocator.close().unwrap();
-        assert_eq!(scene.allocator.findings(), []);
-        assert_eq!(scene.simulator.reports(), []);
+        assert_eq!(scene.close(), []);
     });
 }
 
@@ -290,9 +291,7 @@ fn refuses(scene: &Scene, call: &str, nth: u64) -> bool {
     drop(next);
     allocator.trim(0).unwrap();
     simulator.complete_all();
-    allocator.close().unwrap();
-    assert_eq!(allocator.findings(), []);
-    assert_eq!(simulator.reports(), []);
+    assert_eq!(scene.close(), []);
     refused
 }
 
@@ -329,17 +328,13 @@ fn blocks_that_cannot_be_checked_are_counted() {
         let fail = |call| scene.simulator.fail(FailPlan::call(call, code).unwrap());
         fail("cuMemsetD8Async");
         drop(scene.take(1000));
-        assert_eq!(scene.allocator.unchecked_frees(), 1);
+        assert_eq!(scene.unchecked_frees(), 1);
         drop(scene.take(1000));
         fail("cuMemcpyDtoHAsync_v2");
         drop(scene.take(2 * MIB));
-        assert_eq!(
-            scene.allocator.unchecked_frees(),
-            2,
-            "the block of 1000 bytes"
-        );
+        assert_eq!(scene.unchecked_frees(), 2, "the block of 1000 bytes");
         scene.allocator.close().unwrap();
-        assert_eq!(scene.allocator.unchecked_frees(), 2);
+        assert_eq!(scene.unchecked_frees(), 2);
     });
 }
 

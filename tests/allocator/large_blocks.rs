@@ -261,7 +261,7 @@ fn retirement_and_the_end_take_everything_out_of_the_large_caches() {
         assert_matches!(allocator.close(), Err(Error::InUse { count: 1, .. }));
         drop(block);
         make_used(&allocator, &b);
-        rig.close(&allocator);
+        drop(allocator);
         // The last block closes an allocator that has no handle any more.
         let allocator = rig.allocator();
         make_used(&allocator, &b);
@@ -338,7 +338,7 @@ fn layouts_do_not_depend_in_large_caches() {
     packed(|rig| {
         let a = rig.stream();
         let place = |by_the_heap: bool| {
-            let allocator = rig.allocator();
+            let allocator = rig.checked();
             let first = allocator.allocate(64 * MIB, &a).unwrap();
             let base = first.ptr();
             drop(first);
@@ -364,8 +364,6 @@ fn layouts_do_not_depend_in_large_caches() {
             }
             let places: Vec<u64> = kept.iter().map(|b| b.ptr().wrapping_sub(base)).collect();
             let ready = allocator.stats().reclaim.ready;
-            drop(kept);
-            rig.close(&allocator);
             (places, ready)
         };
         let (by_the_heap, served) = place(true);

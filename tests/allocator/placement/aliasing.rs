@@ -130,60 +130,27 @@ fn without_memory_for_the_test_views_are_built_all_the_same() {
     });
 }
 
-mod targets {
-    use std::cell::{Cell, RefCell};
-    use std::ffi::c_void;
-
-    use cualloc::driver::sys::*;
-
-    thread_local! {
-        static TRUE_FUNCTIONS: Cell<CuFunctions> = Cell::new(CuFunctions::default());
-        static SEEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
-    }
-
-    unsafe extern "C" fn copy(
-        to: *mut c_void,
-        from: CUdeviceptr,
-        bytes: usize,
-        stream: CUstream,
-    ) -> CUresult {
-        SEEN.with_borrow_mut(|seen| seen.push(to.addr()));
-        let copy = TRUE_FUNCTIONS.get().cuMemcpyDtoHAsync_v2.unwrap();
-        // SAFETY: the caller's arguments, to the function that stood here.
-        unsafe { copy(to, from, bytes, stream) }
-    }
-
-    /// Notes where copies to the host go.
-    pub fn install(functions: CuFunctions) -> CuFunctions {
-        TRUE_FUNCTIONS.set(functions);
-        CuFunctions {
-            cuMemcpyDtoHAsync_v2: Some(copy),
-            ..functions
-        }
-    }
-
-    /// Where they went so far.
-    pub fn seen() -> Vec<usize> {
-        SEEN.take()
-    }
-}
-
 /// A copy whose end cannot be seen may write later on: by then another call's variables lie where those
 /// of the test lay.
 #[test]
 fn r2_the_test_copies_to_memory_that_it_can_leave_behind() {
-    let Some(rig) = Rig::behind(Policy::Packed, targets::install) else {
-        return;
-    };
-    let allocator = rig.checked();
-    assert_eq!(allocator.test_views().unwrap(), SelfTest::Passed);
-    let here = 0_u8;
-    let top = (&raw const here).addr();
-    // As deep as the test's calls go at most.
-    let stack = top - 256 * KIB..top + KIB;
-    let targets = targets::seen();
-    assert!(!targets.is_empty());
-    assert!(targets.iter().all(|target| !stack.contains(target)));
+    only_simulated(Policy::Packed, |rig, sim| {
+        sim.record_log(true);
+        assert_eq!(rig.checked().test_views().unwrap(), SelfTest::Passed);
+        let here = 0_u8;
+        let top = (&raw const here).addr();
+        // As deep as the test's calls go at most.
+        let stack = top - 256 * KIB..top + KIB;
+        let log = sim.take_log();
+        let copies = log.iter().filter(|e| e.call == "cuMemcpyDtoHAsync_v2");
+        let targets = copies.map(|copy| {
+            let (_, target) = copy.arguments.split_once("dst_host=0x").unwrap();
+            usize::from_str_radix(target.split(',').next().unwrap(), 16).unwrap()
+        });
+        let targets: Vec<usize> = targets.collect();
+        assert!(!targets.is_empty());
+        assert!(targets.iter().all(|target| !stack.contains(target)));
+    });
 }
 
 #[test]
