@@ -78,13 +78,11 @@ fn a_stream_that_nobody_knows_does_not_hide_what_it_joined() {
 /// Another thread's scope for its next capture gets this one: a scope of the capture comes before that of a thread.
 #[test]
 fn a_capture_that_another_threads_scope_gets_goes_to_its_pool() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
-        let [main, side] = rig.streams();
+    pooled(|_, allocator, one, [main, side]| {
+        let two = allocator.graph_pool().unwrap();
         let under_way = Capturing::begin(&main, MODE);
         side.wait_for(&main).unwrap();
-        let scope = one.enter(Scope::Thread).unwrap();
+        let _scope = one.enter(Scope::Thread).unwrap();
         let mut live = [0; 2];
         std::thread::scope(|threads| {
             let (entered, is_entered) = std::sync::mpsc::channel::<()>();
@@ -108,9 +106,6 @@ fn a_capture_that_another_threads_scope_gets_goes_to_its_pool() {
             drop(bound);
         });
         drop(under_way.end().unwrap());
-        drop(scope);
-        drop((one, two));
-        rig.close(&allocator);
         assert_eq!(live[0], 0, "the capture's scope comes first");
     });
 }
@@ -118,15 +113,13 @@ fn a_capture_that_another_threads_scope_gets_goes_to_its_pool() {
 /// A filter enters another scope while it is asked.
 #[test]
 fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
-    packed(|rig| {
-        let allocator = rig.allocator();
-        let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
-        let main = rig.stream();
+    pooled(|_, allocator, one, [main]| {
+        let two = allocator.graph_pool().unwrap();
         let under_way = Capturing::begin(&main, MODE);
-        let scope = one.enter(Scope::Thread).unwrap();
-        let slot = std::sync::Arc::new(std::sync::Mutex::new(None));
-        let (inner, pool) = (slot.clone(), std::sync::Mutex::new(Some(two)));
-        let made = one
+        let _scope = one.enter(Scope::Thread).unwrap();
+        let slot = Arc::new(Mutex::new(None));
+        let (inner, pool) = (slot.clone(), Mutex::new(Some(two)));
+        let _made = one
             .enter(Scope::When(Box::new(move |_| {
                 if let Some(pool) = pool.lock().unwrap().take() {
                     let scope = pool.enter(Scope::When(Box::new(|_| true))).unwrap();
@@ -136,14 +129,11 @@ fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
             })))
             .unwrap();
         drop(allocator.allocate(4 * MIB, &main).unwrap());
-        let held = slot.lock().unwrap().take().unwrap();
+        let (two, _entered) = slot.lock().unwrap().take().unwrap();
         let block = allocator.allocate(4 * MIB, &main).unwrap();
-        let live = [&one, &held.0].map(|pool| pool.footprint().unwrap().live);
+        let live = [&one, &two].map(|pool| pool.footprint().unwrap().live);
         drop(block);
         drop(under_way.end().unwrap());
-        drop((held.1, made, scope));
-        drop((one, held.0));
-        rig.close(&allocator);
         assert_eq!(live[0], 0, "the filter that was entered says yes");
     });
 }
@@ -151,10 +141,8 @@ fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
 /// A scope of a thread is for that thread alone, also where another one named the stream in between.
 #[test]
 fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
-    packed(|rig| {
-        let allocator = rig.checked();
-        let [one, two] = [(); 2].map(|()| allocator.graph_pool().unwrap());
-        let main = rig.stream();
+    pooled(|rig, allocator, one, [main]| {
+        let two = allocator.graph_pool().unwrap();
         let (go, wait) = std::sync::mpsc::channel::<Block>();
         let (entered, is_entered) = std::sync::mpsc::channel::<()>();
         let under_way = Capturing::begin(&main, MODE);
