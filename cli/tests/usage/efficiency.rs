@@ -1,7 +1,7 @@
 //! How dense recorded work is packed, on the simulator: bounds on what `replay` and `capacity` say
 //! of the recordings in `tests/data`. Placement reads no clock, so the figures are exact.
 
-use crate::{cualloc, data, objects, run, scratch, stderr};
+use crate::{cualloc, data, objects, run, scratch, split, stderr};
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -72,14 +72,7 @@ fn handle_ops(value: &Value) -> Vec<u64> {
 
 #[test]
 fn packed_without_views_needs_what_one_shared_pool_with_best_fit_needs() {
-    let arguments = [
-        "replay",
-        "--policy",
-        "packed",
-        "--no-views",
-        "--repeat",
-        "5",
-    ];
+    let arguments = split("replay --policy packed --no-views --repeat 5");
     let bounds = [1.206, 1.063, 1.014];
     let values = figures_with("profile=dense", &arguments, &ONE_STREAM);
     for (value, bound) in values.iter().zip(bounds) {

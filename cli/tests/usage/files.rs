@@ -1,8 +1,8 @@
 //! Files that are read and written.
 
 use crate::{
-    cualloc, data, fed, file, object, packed, recorded, refused, replayed, run, scratch, stderr,
-    stdout,
+    cualloc, data, fed, file, object, packed, recorded, refused, replayed, run, scratch, split,
+    stderr, stdout,
 };
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -90,16 +90,7 @@ fn a_file_is_written_whole_or_stays_as_it_was() {
     // Twice these sizes do not fit into 64 bits, which is seen when the first of them are written.
     let huge = format!("op,id,bytes,stream\na,0,{0},0\na,1,{0},0\n", u64::MAX / 2);
     let output = fed(
-        &[
-            "vary",
-            "-",
-            "--copies",
-            "200",
-            "--percent",
-            "99",
-            "--out",
-            "whole/stays.csv",
-        ],
+        &split("vary - --copies 200 --percent 99 --out whole/stays.csv"),
         huge.as_bytes(),
     );
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
@@ -115,14 +106,7 @@ fn a_file_is_written_whole_or_stays_as_it_was() {
     assert_eq!(std::fs::read(&path).unwrap(), b"before");
     assert_eq!(count(&folder), 1);
 
-    let output = run(&[
-        "generate",
-        "large",
-        "--rows",
-        "10",
-        "--out",
-        "whole/stays.csv",
-    ]);
+    let output = run(&split("generate large --rows 10 --out whole/stays.csv"));
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert!(std::fs::read(&path).unwrap().starts_with(b"op,id,"));
     assert_eq!(count(&folder), 1);
@@ -148,14 +132,9 @@ fn a_file_is_written_whole_or_stays_as_it_was() {
 fn a_program_that_is_killed_leaves_the_old_file() {
     let folder = folder("killed", "kept.csv", b"before");
     let mut child = cualloc()
-        .args([
-            "generate",
-            "churn",
-            "--rows",
-            "99999999999999",
-            "--out",
-            "killed/kept.csv",
-        ])
+        .args(split(
+            "generate churn --rows 99999999999999 --out killed/kept.csv",
+        ))
         .spawn()
         .unwrap();
     // It is written from the moment on at which the process has it open, and never whole.
@@ -220,14 +199,7 @@ fn a_reader_that_leaves_is_no_panic() {
 
 #[test]
 fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
-    left_by_its_reader(&[
-        "generate",
-        "churn",
-        "--rows",
-        "99999999999999",
-        "--out",
-        "-",
-    ]);
+    left_by_its_reader(&split("generate churn --rows 99999999999999 --out -"));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Files of other programs: what is read of them, what is said of what they lack, and what refusals say.
 
-use crate::{data, fed, file, meta, object, packed, recorded, run, stderr, stdout};
+use crate::{data, fed, file, meta, object, packed, recorded, run, split, stderr, stdout};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::{Value, json};
@@ -415,14 +415,7 @@ fn a_refusal_says_what_the_file_looks_like_and_what_is_read() {
             let line = object(&output);
             let error = line["error"].as_str().unwrap();
             assert!(error.contains(&found), "{error}");
-            for format in [
-                "op,id,bytes,stream",
-                "recordings",
-                "PyTorch",
-                "trace_plot",
-                "RMM",
-                "gzip",
-            ] {
+            for format in split("op,id,bytes,stream recordings PyTorch trace_plot RMM gzip") {
                 assert!(error.contains(format), "{error}");
             }
             assert_eq!(stderr(&output), format!("error: {error}\n"));

@@ -1,6 +1,6 @@
 //! Help, notes and tables: what a person reads.
 
-use crate::{cualloc, data, file, object, refused, run, scratch, stderr, stdout};
+use crate::{cualloc, data, file, object, refused, run, scratch, split, stderr, stdout};
 
 #[test]
 fn a_table_has_a_head_only_with_a_row() {
@@ -142,75 +142,34 @@ fn a_page_is_opened_by_the_systems_program() {
 #[test]
 fn a_negative_value_is_a_wrong_value() {
     let lf = data("lf.csv");
-    for (arguments, words) in [
-        (
-            &["replay", "--limit", "-5", &lf][..],
-            "invalid value '-5' for '--limit",
-        ),
-        (
-            &["replay", "--limit", "-5G", &lf],
-            "invalid value '-5G' for '--limit",
-        ),
-        (
-            &["view", "--limit", "-1x", &lf],
-            "invalid value '-1x' for '--limit",
-        ),
-        (
-            &["advise", "--memory", "-1G", &lf],
-            "invalid value '-1G' for '--memory",
-        ),
-        (
-            &["replay", "--sim-memory", "-1G", &lf],
-            "invalid value '-1G' for '--sim-memory",
-        ),
-        (
-            &["replay", "--lag", "-1", &lf],
-            "invalid value '-1' for '--lag",
-        ),
-        (
-            &["replay", "--gpu", "-1", &lf],
-            "invalid value '-1' for '--gpu",
-        ),
-        (
-            &["replay", "--max-rows", "-1", &lf],
-            "invalid value '-1' for '--max-rows",
-        ),
-        (
-            &["replay", "--repeat", "-1", &lf],
-            "invalid value '-1' for '--repeat",
-        ),
-        (
-            &["vary", "--percent", "-1", &lf, "--out", "-"],
-            "invalid value '-1' for '--percent",
-        ),
-        (
-            &["generate", "random", "--rows", "-1", "--out", "-"],
-            "invalid value '-1' for '--rows",
-        ),
-        (
-            &["generate", "random", "--live", "-1G", "--out", "-"],
-            "invalid value '-1G' for '--live",
-        ),
+    let lf = lf.as_str();
+    for (command, option, value, rest) in [
+        ("replay", "--limit", "-5", lf),
+        ("replay", "--limit", "-5G", lf),
+        ("view", "--limit", "-1x", lf),
+        ("advise", "--memory", "-1G", lf),
+        ("replay", "--sim-memory", "-1G", lf),
+        ("replay", "--lag", "-1", lf),
+        ("replay", "--gpu", "-1", lf),
+        ("replay", "--max-rows", "-1", lf),
+        ("replay", "--repeat", "-1", lf),
+        ("vary", "--percent", "-1", "--out=-"),
+        ("generate random", "--rows", "-1", "--out=-"),
+        ("generate random", "--live", "-1G", "--out=-"),
     ] {
-        refused(&run(arguments), words);
+        let arguments = [&split(command)[..], &[option, value, rest]].concat();
+        refused(
+            &run(&arguments),
+            &format!("invalid value '{value}' for '{option}"),
+        );
     }
 }
 
 #[test]
 fn every_help_ends_with_examples() {
-    for command in [
-        "info",
-        "replay",
-        "capacity",
-        "advise",
-        "export",
-        "view",
-        "generate",
-        "vary",
-        "bench",
-        "completions",
-        "man",
-    ] {
+    for command in
+        split("info replay capacity advise export view generate vary bench completions man")
+    {
         for option in ["--help", "-h"] {
             let help = stdout(&run(&[command, option]));
             let (_, examples) = help.split_once("Examples:\n").unwrap_or_default();

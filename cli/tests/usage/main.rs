@@ -36,6 +36,11 @@ pub fn cualloc() -> Command {
     command
 }
 
+/// The words of a command line.
+pub fn split(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
 pub fn run(arguments: &[&str]) -> Output {
     cualloc().args(arguments).output().unwrap()
 }

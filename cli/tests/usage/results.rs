@@ -1,6 +1,6 @@
 //! Results of the command as programs read them: exit codes, fields, complaints.
 
-use crate::{cualloc, data, file, objects, run, scratch, stderr};
+use crate::{cualloc, data, file, objects, run, scratch, split, stderr};
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::io::Write;
@@ -15,7 +15,7 @@ fn keys(value: &Value) -> Vec<&str> {
         .collect()
 }
 
-fn sorted<const N: usize>(mut names: [&str; N]) -> [&str; N] {
+fn sorted(mut names: Vec<&str>) -> Vec<&str> {
     names.sort_unstable();
     names
 }
@@ -52,30 +52,11 @@ fn replay_writes_one_object_per_trace_with_these_fields() {
     for (line, file) in lines.iter().zip(RECORDINGS) {
         assert_eq!(
             keys(line),
-            sorted([
-                "schema",
-                "trace",
-                "config",
-                "error",
-                "reasons",
-                "warnings",
-                "device",
-                "policy",
-                "rows",
-                "allocations",
-                "streams",
-                "limit_bytes",
-                "requested_peak_bytes",
-                "required_peak_bytes",
-                "reserved_peak_bytes",
-                "ratio",
-                "ratio_max",
-                "completed",
-                "failed_requests",
-                "failed_row",
-                "memory",
-                "replays"
-            ])
+            sorted(split(
+                "schema trace config error reasons warnings device policy rows allocations streams \
+                 limit_bytes requested_peak_bytes required_peak_bytes reserved_peak_bytes ratio \
+                 ratio_max completed failed_requests failed_row memory replays"
+            ))
         );
         let memory = &line["memory"];
         let (free, largest) = (&memory["free_bytes"], &memory["largest_free_bytes"]);
@@ -106,13 +87,9 @@ fn replay_writes_one_object_per_trace_with_these_fields() {
         for replay in replays {
             assert_eq!(
                 keys(replay),
-                sorted([
-                    "reserved_peak_bytes",
-                    "driver_calls",
-                    "handle_ops",
-                    "driver_ns",
-                    "ns_per_row"
-                ])
+                sorted(split(
+                    "reserved_peak_bytes driver_calls handle_ops driver_ns ns_per_row"
+                ))
             );
             assert!(replay["ns_per_row"].as_f64().unwrap() > 0.0);
         }
@@ -409,22 +386,10 @@ fn capacity_finds_a_limit_that_replays_confirm() {
     let line = &objects(&output)[0];
     assert_eq!(
         keys(line),
-        sorted([
-            "schema",
-            "trace",
-            "config",
-            "error",
-            "reasons",
-            "warnings",
-            "device",
-            "policy",
-            "requested_peak_bytes",
-            "min_limit_bytes",
-            "min_limit_ratio",
-            "ns_per_row_at_limit",
-            "handle_ops",
-            "assumes"
-        ])
+        sorted(split(
+            "schema trace config error reasons warnings device policy requested_peak_bytes \
+             min_limit_bytes min_limit_ratio ns_per_row_at_limit handle_ops assumes"
+        ))
     );
     let limit = line["min_limit_bytes"].as_u64().unwrap();
     let requested = line["requested_peak_bytes"].as_u64().unwrap();
@@ -452,14 +417,7 @@ fn capacity_finds_a_limit_that_replays_confirm() {
 #[test]
 fn capacity_without_any_limit_that_does_fails() {
     let output = cualloc()
-        .args([
-            "capacity",
-            "--device",
-            "sim",
-            "--json",
-            "--sim-memory",
-            "4194304",
-        ])
+        .args(split("capacity --device sim --json --sim-memory 4194304"))
         .arg(data("resnet50.csv.gz"))
         .output()
         .unwrap();

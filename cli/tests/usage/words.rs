@@ -1,6 +1,8 @@
 //! Options, messages and tables.
 
-use crate::{cualloc, data, fed, file, object, objects, refused, replayed, run, stderr, stdout};
+use crate::{
+    cualloc, data, fed, file, object, objects, refused, replayed, run, split, stderr, stdout,
+};
 
 #[test]
 fn sizes_are_read_alike_everywhere() {
@@ -336,15 +338,7 @@ fn shells_and_manuals_know_every_word() {
         let output = run(&["completions", shell]);
         assert_eq!(output.status.code(), Some(0));
         let script = stdout(&output);
-        for word in [
-            "replay",
-            "capacity",
-            "advise",
-            "vary",
-            "view",
-            "check-every",
-            "sim-memory",
-        ] {
+        for word in split("replay capacity advise vary view check-every sim-memory") {
             assert!(script.contains(word), "{shell}: {word}");
         }
     }
@@ -360,9 +354,7 @@ fn shells_and_manuals_know_every_word() {
 
 #[test]
 fn a_figure_of_a_benchmark_has_a_schema() {
-    let output = run(&[
-        "bench", "--quick", "--only", "raw", "--device", "sim", "--json",
-    ]);
+    let output = run(&split("bench --quick --only raw --device sim --json"));
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     for line in objects(&output) {
         assert_eq!(line["schema"], 1);
