@@ -9,7 +9,6 @@ use flate2::bufread::GzEncoder;
 use serde_json::json;
 use std::io::Read;
 
-/// An export to write, and the facts to report about it.
 struct Made {
     bytes: Vec<u8>,
     /// The instant whose live memory is summed up.

@@ -58,7 +58,6 @@ pub fn run(global: &GlobalOptions, output: &mut Output) -> Outcome {
     Ok(well)
 }
 
-/// Describes the GPU, or returns why it cannot be used.
 fn real() -> Result<Value, Vec<String>> {
     let driver = Driver::load().map_err(|error| machine::load_messages(&error))?;
     describe(&driver).map_err(|error| text::messages(&error))
@@ -174,7 +173,6 @@ fn write_driver(name: &str, driver: &Value, output: &mut Output) -> io::Result<(
     Ok(())
 }
 
-/// Formats a JSON value for people.
 fn words(value: &Value) -> String {
     match value {
         Value::Null => "unknown".to_owned(),

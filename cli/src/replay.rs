@@ -97,7 +97,6 @@ pub fn check(files: &[PathBuf]) -> Result<(), Failure> {
     }
 }
 
-/// Replays one trace.
 fn replay(
     machine: &Machine,
     path: &Path,
@@ -132,7 +131,6 @@ fn ratios(trace: &Trace, report: &ReplayReport) -> [Option<f64>; 2] {
     ]
 }
 
-/// Builds one line of `--json`.
 fn object(
     machine: &Machine,
     settings: &Settings,

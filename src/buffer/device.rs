@@ -223,7 +223,6 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Self::new(Some(Memory::new(owner, stream.clone(), id)), len)
     }
 
-    /// Returns the memory; none if there are no bytes.
     pub(crate) fn into_memory(self) -> Option<Memory> {
         self.memory
     }

@@ -127,7 +127,6 @@ pub(crate) fn bytes_of<T>(len: usize) -> Result<usize, Error> {
     bytes.ok_or_else(|| InvalidArgument::TooLarge { len, element_bytes }.into())
 }
 
-/// Rejects an address that is misaligned for a type.
 pub(super) fn check_aligned<T>(ptr: u64) -> Result<(), Error> {
     let alignment = align_of::<T>();
     match ptr.is_multiple_of(alignment as u64) {

@@ -145,7 +145,6 @@ fn stream_behind<T: DeviceCopy>(host: &PinnedBuffer<T>) -> Result<Stream, Error>
     Ok(stream.clone())
 }
 
-/// Submits a job to a stream, to run on a thread of the driver.
 fn call_behind(stream: &Stream, job: &Arc<Job>) -> Result<(), Error> {
     let data = Arc::into_raw(Arc::clone(job)).cast_mut().cast();
     let entered = stream.context().enter()?;

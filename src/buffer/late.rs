@@ -56,7 +56,6 @@ pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting
     flag.store(true, Ordering::Release);
 }
 
-/// Returns the streams of a memory.
 pub(super) fn all_of(of: Key) -> Vec<Late> {
     let list = process::lock(&LATE);
     list.all.iter().filter(|it| it.of == of).cloned().collect()

@@ -20,7 +20,6 @@ use super::owner::{Loan, Owner};
 use super::turn::Turn;
 use crate::error::{Error, Refused, StreamMisuse};
 
-/// Device memory with its owner and its home stream.
 pub(crate) struct Memory {
     owner: ManuallyDrop<Owner>,
     stream: ManuallyDrop<Stream>,
@@ -296,7 +295,6 @@ impl Memory {
         }
     }
 
-    /// Returns the allocator's block.
     pub(super) fn into_block(self) -> Result<Block, Refused<Memory>> {
         if !matches!(*self.owner, Owner::Block(_)) {
             let what = "a block out of memory that is not an allocator's own";
@@ -311,7 +309,6 @@ impl Memory {
         }
     }
 
-    /// Frees the memory.
     pub(super) fn free(self) -> Result<(), Refused<Memory>> {
         let (owner, stream, id) = self.into_parts()?;
         owner
@@ -371,7 +368,6 @@ impl Drop for Memory {
     }
 }
 
-/// A failed operation.
 pub(super) enum Failed {
     /// The operation was not submitted.
     Before(Error),

@@ -23,7 +23,6 @@ pub(crate) enum Owner {
     Foreign(Box<Foreign>),
 }
 
-/// A block with the resource that it returns to.
 pub(crate) struct Loan {
     pub resource: Arc<dyn MemoryResource>,
     pub block: RawBlock,
@@ -47,7 +46,6 @@ impl Owner {
         }
     }
 
-    /// Returns the block's identity; none for foreign memory.
     pub(crate) fn identity(&self, stream: u64) -> Option<BlockId> {
         match self {
             Owner::Block(block) => Some(identity_of(block, stream)),
@@ -78,7 +76,6 @@ impl Owner {
         }
     }
 
-    /// Returns the events for ordering this memory.
     pub(super) fn events(&self) -> &EventPools {
         match self {
             Owner::Block(block) => &block.engine().events,
@@ -129,7 +126,6 @@ impl Owner {
         Ok(true)
     }
 
-    /// Frees the memory, or returns itself with the reason.
     pub(super) fn free(self) -> Result<(), Refused<Owner>> {
         match self {
             Owner::Block(block) => block.free().map_err(|failed| failed.map(Owner::Block)),
@@ -169,7 +165,6 @@ impl Owner {
         true
     }
 
-    /// Frees memory that is no longer reachable.
     #[inline]
     pub(super) fn end(self) {
         match self {

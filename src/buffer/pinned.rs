@@ -40,7 +40,6 @@ pub(crate) struct HostBlock {
     pub generation: u64,
 }
 
-/// Work of a stream that uses host memory, up to an event.
 struct Use {
     end: Pooled,
     stream: KeptStream,

@@ -127,7 +127,6 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         Ok(DeviceSlice::new(self.memory, self.ptr, len))
     }
 
-    /// Returns the memory if there are bytes to operate on.
     fn work(&self) -> Option<&'a Memory> {
         self.memory.filter(|_| self.byte_len() > 0)
     }

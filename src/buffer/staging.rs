@@ -28,7 +28,6 @@ impl Staging {
         Ok(Staging(memory))
     }
 
-    /// Returns the address of its first byte.
     pub(crate) fn ptr(&mut self) -> *mut u8 {
         self.0.as_mut_ptr().cast()
     }

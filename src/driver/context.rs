@@ -186,13 +186,11 @@ impl Context {
         self.0.id
     }
 
-    /// Returns the id of the legacy default stream.
     #[inline]
     pub(crate) fn legacy_id(&self) -> u64 {
         defaults::legacy(self.0.number)
     }
 
-    /// Returns the id of the calling thread's default stream.
     #[inline]
     pub(crate) fn per_thread_id(&self) -> u64 {
         defaults::per_thread(self.0.number)
@@ -292,7 +290,6 @@ impl Context {
         }
     }
 
-    /// Returns the deferred destructions.
     pub(super) fn debts(&self) -> &Debts {
         &self.0.debts
     }
@@ -303,7 +300,6 @@ debug_fields!(Context, self =>
 );
 
 impl Inner {
-    /// Whether it was retained here, or its owner is stored here.
     fn is_kept(&self) -> bool {
         self.primary || self.owner.is_some()
     }

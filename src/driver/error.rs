@@ -173,6 +173,7 @@ pub(super) struct Unopened {
 /// Why no driver is available.
 ///
 /// The chain of [`Error::source`] ends with the message of the system's loader or with the driver's code.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -186,7 +187,6 @@ pub enum LoadError {
     },
     /// The library lacks a function that this crate requires.
     SymbolMissing {
-        /// The exported name.
         name: &'static str,
         /// The library, or `functions of this process`.
         library: String,
@@ -194,10 +194,7 @@ pub enum LoadError {
         source: Option<libloading::Error>,
     },
     /// The library is the toolkit's link-time stub, not a driver.
-    StubLibrary {
-        /// The library.
-        library: String,
-    },
+    StubLibrary { library: String },
     /// The driver is older than the oldest one supported.
     TooOld {
         /// The version of the CUDA API that the driver supports: 1000 x major + 10 x minor.

@@ -63,12 +63,10 @@ impl Found {
         self.any_joined.store(true, Ordering::Release);
     }
 
-    /// Whether a capture was begun into a graph with existing nodes.
     pub(super) fn is_joined(&self, capture: u64) -> bool {
         self.any_joined.load(Ordering::Acquire) && self.list.lock().joined.contains(&capture)
     }
 
-    /// Whether a stream may be in the list.
     #[inline(always)]
     pub(super) fn may_have(&self, stream: CUstream) -> bool {
         self.bits.load(Ordering::Relaxed) & bit(stream as usize) != 0

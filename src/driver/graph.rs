@@ -87,7 +87,6 @@ impl Graph {
         Ok(Graph::of(context, raw))
     }
 
-    /// Takes ownership of a graph.
     pub(super) fn of(context: &Context, raw: sys::CUgraph) -> Graph {
         Graph {
             context: context.clone(),

@@ -24,7 +24,6 @@ pub(crate) struct KeptStream {
 struct Loan {
     key: Key,
     uses: Mutex<Uses>,
-    /// Notified when the last use has ended.
     unused: Condvar,
 }
 

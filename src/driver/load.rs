@@ -23,7 +23,6 @@ const CANDIDATES: &[&str] = &["nvcuda.dll"];
 #[cfg(not(any(target_os = "linux", windows)))]
 const CANDIDATES: &[&str] = &[];
 
-/// An opened library with every required function.
 struct Opened {
     functions: sys::CuFunctions,
     library: String,

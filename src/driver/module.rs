@@ -180,7 +180,6 @@ debug_fields!(Function, self => raw: self.raw);
 
 #[doc(hidden)]
 impl Entered<'_> {
-    /// [`Module::from_ptx`].
     pub(crate) fn load_module(&self, ptx: &CStr) -> Result<Module, DriverError> {
         // SAFETY: PTX is zero-terminated text; the driver checks the rest.
         unsafe { Module::load(self, ptx.as_ptr().cast()) }

@@ -96,12 +96,10 @@ pub(crate) fn in_host_function<R>(run: impl FnOnce() -> R) -> R {
     run()
 }
 
-/// Whether the calling thread is running a host function of a stream.
 pub(super) fn is_host_function() -> bool {
     HOST_FUNCTION.get()
 }
 
-/// The deferred destructions of a context.
 #[derive(Debug, Default)]
 pub(super) struct Debts {
     any: AtomicBool,
@@ -123,7 +121,6 @@ impl Debts {
         }
     }
 
-    /// Whether there may be any deferred destructions.
     pub(super) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }

@@ -20,7 +20,6 @@ pub(crate) fn is_forked_child() -> bool {
     now_bits() & FORKED != 0
 }
 
-/// True once exit handlers are running.
 #[inline]
 pub(super) fn is_exiting() -> bool {
     now_bits() & EXITING != 0

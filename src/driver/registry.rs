@@ -41,7 +41,6 @@ impl Registry {
         self.lock().get(&number).and_then(Entry::get)
     }
 
-    /// Returns all objects that still exist.
     pub(super) fn all<T: Any + Send + Sync>(&self) -> Vec<Arc<T>> {
         self.lock().values().filter_map(Entry::get).collect()
     }

@@ -59,12 +59,10 @@ unsafe impl Send for Inner {}
 unsafe impl Sync for Inner {}
 
 impl Driver {
-    /// Returns the owned stream with an id, if there is one.
     pub(crate) fn owned_stream(&self, id: u64) -> Option<Stream> {
         self.streams().find(id).map(Stream)
     }
 
-    /// Returns the owned stream with a handle, if there is one.
     pub(crate) fn own_stream(&self, raw: usize) -> Option<Stream> {
         let streams: Vec<Arc<Inner>> = self.streams().all();
         let own = streams.into_iter().find(|own| own.raw as usize == raw);

@@ -186,7 +186,6 @@ impl Symbol {
     }
 }
 
-/// The exported name of a function.
 pub(super) fn name_of(call: Call) -> &'static str {
     SYMBOLS.get(call as usize).map_or("", Symbol::name)
 }

@@ -89,7 +89,6 @@ struct Inner {
     state: State,
 }
 
-/// State that changes rarely.
 #[repr(align(128))]
 struct State {
     lost: AtomicBool,
@@ -110,7 +109,6 @@ struct State {
 /// A resource that must not be reused while a driver lives: the slot of its simulator.
 type Ground = Option<Arc<dyn Any + Send + Sync>>;
 
-/// Where a table came from.
 pub(super) struct Origin {
     /// None for functions of this process.
     pub(super) library: Option<String>,
@@ -443,14 +441,12 @@ impl Driver {
         of.next().map(|(_, good)| *good)
     }
 
-    /// Stores the result for all allocators of this driver.
     pub(crate) fn set_aliasing(&self, ordinal: usize, good: bool) {
         let mut known = self.0.state.aliasing.lock();
         known.retain(|(d, _)| *d != ordinal);
         known.push((ordinal, good));
     }
 
-    /// Returns the results of the virtual memory trials by all allocators of this driver.
     pub(crate) fn trials(&self) -> &Trials {
         &self.0.state.trials
     }

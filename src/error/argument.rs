@@ -3,148 +3,75 @@
 use crate::dtype::DType;
 
 /// Why an argument is invalid.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InvalidArgument {
     /// A request of zero bytes or of more than any device has.
     #[error("{bytes} bytes is not a valid size")]
-    Size {
-        /// The requested bytes.
-        bytes: u64,
-    },
+    Size { bytes: u64 },
     /// An alignment that is not a power of two, or larger than supported.
     #[error("{bytes} is not a valid alignment")]
-    Alignment {
-        /// The requested alignment in bytes.
-        bytes: u64,
-    },
+    Alignment { bytes: u64 },
     /// Elements whose total size exceeds the address space.
     #[error("{len} elements of {element_bytes} bytes are too many")]
-    TooLarge {
-        /// Number of requested elements.
-        len: usize,
-        /// Size of each element in bytes.
-        element_bytes: usize,
-    },
+    TooLarge { len: usize, element_bytes: usize },
     /// A number of elements other than the required one.
     #[error("expected {expected} elements, found {found}")]
-    Length {
-        /// Required number of elements.
-        expected: usize,
-        /// Number of elements found.
-        found: usize,
-    },
+    Length { expected: usize, found: usize },
     /// A size that is not a multiple of the element size of the requested type.
     #[error("{bytes} bytes are not a multiple of the element size of {element_bytes} bytes")]
-    Remainder {
-        /// Available bytes.
-        bytes: usize,
-        /// Size of an element in bytes.
-        element_bytes: usize,
-    },
+    Remainder { bytes: usize, element_bytes: usize },
     /// Memory that is not aligned for its element type.
     #[error("{ptr:#x} is not aligned to {alignment} bytes")]
-    Misaligned {
-        /// The address.
-        ptr: u64,
-        /// Required alignment in bytes.
-        alignment: usize,
-    },
+    Misaligned { ptr: u64, alignment: usize },
     /// Memory that is too small for its contents.
     #[error("{needed} bytes do not fit into {usable} bytes")]
-    TooSmall {
-        /// Required bytes.
-        needed: usize,
-        /// Usable bytes of the memory.
-        usable: usize,
-    },
+    TooSmall { needed: usize, usable: usize },
     /// A range that is empty, wraps around, is misaligned, or extends beyond the block that it begins in.
     #[error("{bytes} bytes at {ptr:#x} are not a valid range")]
-    Range {
-        /// Address of the first byte.
-        ptr: u64,
-        /// Size in bytes.
-        bytes: u64,
-    },
+    Range { ptr: u64, bytes: u64 },
     /// Elements accessed as another type than their own.
     #[error("expected elements of type {expected}, found {found}")]
-    DType {
-        /// The requested type.
-        expected: DType,
-        /// The actual type.
-        found: DType,
-    },
+    DType { expected: DType, found: DType },
     /// More dimensions than a tensor can have, or a number other than that of a column.
     #[error("expected at most {most} dimensions, found {found}")]
-    Dimensions {
-        /// Number of dimensions found.
-        found: usize,
-        /// Maximum number of dimensions.
-        most: usize,
-    },
+    Dimensions { found: usize, most: usize },
     /// Elements that are not contiguous where they have to be.
     #[error("expected contiguous elements")]
     Strided,
     /// A column of a table whose type is not its field's.
     #[error("column {index}: expected type {expected}, found {found}")]
     FieldType {
-        /// Position of the column.
         index: usize,
-        /// The field's type.
         expected: DType,
-        /// The column's.
         found: DType,
     },
     /// A table whose number of columns differs from that of its schema.
     #[error("expected {fields} columns, found {columns}")]
-    Arity {
-        /// Number of columns found.
-        columns: usize,
-        /// Number of fields of the schema.
-        fields: usize,
-    },
+    Arity { columns: usize, fields: usize },
     /// A column whose number of rows differs from the table's capacity.
     #[error("column {index}: expected {capacity} rows, found {rows}")]
     ColumnRows {
-        /// Position of the column.
         index: usize,
-        /// Number of its rows.
         rows: usize,
-        /// Capacity of the table in rows.
         capacity: usize,
     },
     /// More logical rows than the capacity of a table.
     #[error("{rows} rows exceed the capacity of {capacity}")]
-    Rows {
-        /// Logical rows.
-        rows: u64,
-        /// Capacity in rows.
-        capacity: usize,
-    },
+    Rows { rows: u64, capacity: usize },
     /// The host's copy of a table's row count was already set.
     #[error("the row count is already set to {rows}")]
-    RowsAlreadySet {
-        /// The current count.
-        rows: u64,
-    },
+    RowsAlreadySet { rows: u64 },
     /// An invalid value.
     #[error("{value} is not a valid value of {what}")]
-    Setting {
-        /// The name of the setting.
-        what: &'static str,
-        /// The value.
-        value: u64,
-    },
+    Setting { what: &'static str, value: u64 },
     /// Settings that contradict each other.
     #[error("{larger} ({value}) is above {bound} ({limit})")]
     Contradiction {
-        /// The setting that is too large.
         larger: &'static str,
-        /// Its value.
         value: u64,
-        /// The setting that bounds it.
         bound: &'static str,
-        /// The bound.
         limit: u64,
     },
 }
@@ -161,13 +88,13 @@ impl InvalidArgument {
 }
 
 /// Why a stream, or its use, was rejected.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StreamMisuse {
     /// The resource does not track uses on other streams, so it must not accept one.
     #[error("the resource does not track uses: {asked} on stream {stream} would be ignored")]
     NotTracked {
-        /// The requested operation.
         asked: &'static str,
         /// The driver's id of the stream.
         stream: u64,
@@ -188,10 +115,7 @@ pub enum StreamMisuse {
     /// A stream argument of the exchange protocol that names no stream: 0, which would be ambiguous, or an undefined
     /// negative number.
     #[error("{value} does not name a stream")]
-    NotAStream {
-        /// The value found.
-        value: i64,
-    },
+    NotAStream { value: i64 },
     /// The block was freed directly, bypassing the resource that orders its uses
     /// ([`AccessOrdered`](crate::resource::AccessOrdered)) and alone knows when they are complete.
     #[error("the block goes back through the resource that keeps the order of its uses")]
@@ -199,9 +123,7 @@ pub enum StreamMisuse {
     /// The launch recorder was called out of order.
     #[error("cannot {asked}: {because}")]
     LaunchOrder {
-        /// The requested step.
         asked: &'static str,
-        /// The reason.
         because: &'static str,
     },
 }

@@ -56,13 +56,11 @@ impl Cause {
         }
     }
 
-    /// Returns the cause's number in recordings.
     pub(crate) fn number(self) -> u64 {
         let place = Cause::ALL.iter().position(|cause| *cause == self);
         place.map_or(0, |place| place as u64 + 1)
     }
 
-    /// Returns the cause with a number in recordings.
     pub(crate) fn from_number(number: u64) -> Option<Cause> {
         let place = usize::try_from(number).ok()?.checked_sub(1)?;
         Cause::ALL.get(place).copied()
@@ -138,7 +136,6 @@ impl OutOfMemory {
         self.limit.into_iter().chain(device).min()
     }
 
-    /// Whether the driver refused address space.
     pub(crate) fn refused_addresses(&self) -> bool {
         let call = self.driver.map(|error| error.call());
         call == Some("cuMemAddressReserve")

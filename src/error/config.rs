@@ -1,6 +1,7 @@
 //! Rejected settings.
 
 /// Why settings were rejected.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -12,29 +13,17 @@ pub enum ConfigError {
     UnknownKey(String),
     /// A key or a value of an earlier version.
     #[error("setting `{key}` was removed: use `{instead}`")]
-    Removed {
-        /// The setting.
-        key: String,
-        /// The replacement.
-        instead: &'static str,
-    },
+    Removed { key: String, instead: &'static str },
     /// A key that occurs twice.
     #[error("setting `{0}` is given twice")]
     Repeated(String),
     /// A value that the key does not accept.
     #[error("`{value}` is not a valid value of `{key}`")]
-    InvalidValue {
-        /// The setting.
-        key: String,
-        /// The value found.
-        value: String,
-    },
+    InvalidValue { key: String, value: String },
     /// Settings that exclude each other.
     #[error("`{first}` and `{second}` exclude each other")]
     Contradiction {
-        /// One of them.
         first: &'static str,
-        /// The other.
         second: &'static str,
     },
     /// The environment variable is not Unicode.
@@ -42,22 +31,11 @@ pub enum ConfigError {
     NotUnicode,
     /// More devices of a simulator than the 64 that are possible.
     #[error("{count} devices asked for, at most 64 are possible")]
-    TooManyDevices {
-        /// The requested number.
-        count: usize,
-    },
+    TooManyDevices { count: usize },
     /// The granularity of a simulated device is not a power of two, or below 4 KiB.
     #[error("granularity {granularity} of device {device} is not a power of two of at least 4096")]
-    Granularity {
-        /// The device's ordinal.
-        device: usize,
-        /// The requested granularity in bytes.
-        granularity: u64,
-    },
+    Granularity { device: usize, granularity: u64 },
     /// A driver function that the simulator does not implement.
     #[error("no driver function is named {name}")]
-    UnknownFunction {
-        /// The requested name.
-        name: String,
-    },
+    UnknownFunction { name: String },
 }

@@ -3,6 +3,7 @@
 use super::memory::Bytes;
 
 /// Why a call about a graph pool failed. Nothing has changed, and no capture was invalidated.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GraphPoolError {
@@ -14,16 +15,10 @@ pub enum GraphPoolError {
     NotEntered,
     /// Memory of the pool is in use outside of captures, or by a capture in progress.
     #[error("{} of the graph pool are still in use", Bytes(*bytes))]
-    NotComplete {
-        /// Bytes of memory that may be in use.
-        bytes: u64,
-    },
+    NotComplete { bytes: u64 },
     /// No pool has this tag.
     #[error("no graph pool has the tag `{tag}`")]
-    UnknownTag {
-        /// The tag.
-        tag: &'static str,
-    },
+    UnknownTag { tag: &'static str },
     /// The checkpoint belongs to another pool, or the pool has released its addresses since.
     #[error("stale checkpoint: it is of other addresses than the graph pool has now")]
     ForeignCheckpoint,

@@ -17,6 +17,7 @@ pub type Result<T = (), E = Error> = std::result::Result<T, E>;
 
 /// Why a call failed. Wrong arguments are detected before any driver call. After an error nothing is lost and nothing
 /// has changed, except where a variant documents otherwise.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -43,16 +44,11 @@ pub enum Error {
     InvalidConfig(#[from] ConfigError),
     /// The driver or the device does not support the operation.
     #[error("not supported: {what}")]
-    NotSupported {
-        /// The missing ability.
-        what: &'static str,
-    },
+    NotSupported { what: &'static str },
     /// The device reports an ability that the configuration requires, but refused it when tried.
     #[error("refused by the device: {what}: {cause}")]
     DeviceRefused {
-        /// The refused ability.
         what: &'static str,
-        /// The error of the refused call.
         cause: DriverError,
     },
     /// Out of memory: every way to obtain more was tried.
@@ -64,29 +60,17 @@ pub enum Error {
         Bytes(*requested), Bytes(limit.saturating_sub(*used)), Bytes(*limit), Bytes(*used)
     )]
     OverBudget {
-        /// The name of the budget.
         owner: &'static str,
-        /// Requested bytes.
         requested: u64,
-        /// The budget in bytes.
         limit: u64,
-        /// Bytes of the budget in use.
         used: u64,
     },
     /// The maximum number of objects of a kind exists already.
     #[error("all {maximum} {what} are taken")]
-    Exhausted {
-        /// The kind of object, in the plural.
-        what: &'static str,
-        /// The maximum number.
-        maximum: usize,
-    },
+    Exhausted { what: &'static str, maximum: usize },
     /// The host lacks memory for the call.
     #[error("cannot allocate {} of host memory", Bytes(*bytes as u64))]
-    HostMemory {
-        /// Requested bytes.
-        bytes: usize,
-    },
+    HostMemory { bytes: usize },
     /// The request was restricted to cached memory, and there is none that the stream may use without a wait.
     #[error("no cached memory serves the request")]
     NotCached,
@@ -101,20 +85,10 @@ pub enum Error {
     Import(#[from] ImportFault),
     /// No device has this ordinal.
     #[error("there is no device {ordinal}; the driver has {devices}")]
-    InvalidDevice {
-        /// The requested ordinal.
-        ordinal: usize,
-        /// Number of devices.
-        devices: usize,
-    },
+    InvalidDevice { ordinal: usize, devices: usize },
     /// A block, stream or device that belongs to another device than the memory.
     #[error("expected device {expected}, found device {found}")]
-    WrongDevice {
-        /// Ordinal of the memory's device.
-        expected: usize,
-        /// The ordinal found.
-        found: usize,
-    },
+    WrongDevice { expected: usize, found: usize },
     /// A default stream was passed by its handle while a context other than the allocator's was current: the handle
     /// means the stream of the allocator's context. Only with
     /// [`Config::context_checks`](crate::Config::context_checks).
@@ -124,65 +98,39 @@ pub enum Error {
     WrongContext {
         /// The special handle.
         stream: usize,
-        /// Handle of the context that is current.
         current: usize,
-        /// Handle of the allocator's context.
         expected: usize,
     },
     /// A stream involved is being captured into a graph; or a stream could not be ordered after it used a buffer, and
     /// the first call after its capture will do so.
     #[error("stream {stream:#x} is capturing")]
-    Capturing {
-        /// The stream's handle.
-        stream: usize,
-    },
+    Capturing { stream: usize },
     /// A pointer that was not allocated by this allocator.
     #[error("{ptr:#x} is not memory of this allocator")]
-    NotOurs {
-        /// The pointer.
-        ptr: u64,
-    },
+    NotOurs { ptr: u64 },
     /// A pointer into this allocator's memory where no live block begins: a double free, or a pointer that was never
     /// the start of a block.
     #[error("no live block at {ptr:#x}: it was freed before, or no block ever began there")]
-    NotLive {
-        /// The pointer.
-        ptr: u64,
-    },
+    NotLive { ptr: u64 },
     /// A pointer into the middle of a live block.
     #[error("{ptr:#x} lies inside the block at {base:#x}")]
-    InteriorPointer {
-        /// The pointer.
-        ptr: u64,
-        /// Start of the block that contains it.
-        base: u64,
-    },
+    InteriorPointer { ptr: u64, base: u64 },
     /// The block of this generation no longer exists; its record or address may be in use again.
     #[error("the block at {ptr:#x} of generation {generation} is gone")]
-    UseAfterFree {
-        /// Its former address.
-        ptr: u64,
-        /// Its generation.
-        generation: u64,
-    },
+    UseAfterFree { ptr: u64, generation: u64 },
     /// A range that is not inside its block or buffer, or that ends before it starts.
     #[error("the range {start}..{end} does not lie in 0..{len}")]
     OutOfBounds {
         /// The generation of the block's record, if the range is one of a block's bytes rather than of elements.
         generation: Option<u64>,
-        /// First byte or element of the range.
         start: usize,
-        /// The one after its last.
         end: usize,
-        /// Number of bytes or elements.
         len: usize,
     },
     /// An object cannot be closed or destroyed because it is in use; nothing was closed.
     #[error("still in use: {}{}", Count(*count, what), if *bytes == 0 { String::new() } else { format!(" of {}", Bytes(*bytes)) })]
     InUse {
-        /// The users, in the singular.
         what: &'static str,
-        /// The number of users.
         count: u64,
         /// Their bytes after rounding, if they have memory.
         bytes: u64,
@@ -192,12 +140,7 @@ pub enum Error {
     InFlight,
     /// An allocator cannot be closed while guards keep memory; nothing was closed.
     #[error("{} {} {} of freed blocks", Count(*guards, "guard"), if *guards == 1 { "keeps" } else { "keep" }, Bytes(*bytes))]
-    Guarded {
-        /// Number of guards.
-        guards: u64,
-        /// Bytes of freed blocks that they keep.
-        bytes: u64,
-    },
+    Guarded { guards: u64, bytes: u64 },
     /// The memory is suspended ([`Allocator::suspend`](crate::Allocator::suspend)) and unavailable until it is resumed.
     #[error("the memory is suspended")]
     Suspended,
@@ -213,12 +156,7 @@ pub enum Error {
     },
     /// An object of an earlier generation, whose target no longer exists.
     #[error("stale handle: generation {have}, current {current}")]
-    Stale {
-        /// The object's generation.
-        have: u64,
-        /// The current generation.
-        current: u64,
-    },
+    Stale { have: u64, current: u64 },
     /// The block was already given up.
     #[error("there is no block: it was given up")]
     Abandoned,
@@ -236,7 +174,6 @@ pub enum Error {
         if *external { "external memory" } else { "not tracked by its resource" }
     )]
     Rejected {
-        /// The index of the buffer, in the order of recording.
         index: usize,
         /// Whether the memory is foreign; otherwise its resource does not track uses.
         external: bool,
@@ -261,7 +198,6 @@ pub enum Error {
     /// The data structures of an allocator are inconsistent.
     #[error("inconsistent heap: {what} (expected {expected}, found {found})")]
     Inconsistent {
-        /// What was compared.
         what: &'static str,
         /// The value computed by the walk.
         expected: u64,

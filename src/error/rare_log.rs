@@ -23,7 +23,6 @@ impl RareLog {
         count.is_power_of_two().then_some(count)
     }
 
-    /// Returns the number of failures.
     pub(crate) fn count(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

@@ -38,12 +38,10 @@ pub(crate) const CHUNK_HEADER: usize = 16;
 pub(crate) const RECORDS: u32 = 1;
 pub(crate) const NAME: u32 = 2;
 pub(crate) const END: u32 = 3;
-/// The size of a record in bytes.
 pub(crate) const RECORD: usize = 32;
 /// The number of bytes before the records of a ring in a file.
 pub(crate) const RING_HEADER: usize = 64;
 
-/// The start of a recording.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Start {
     pub ticks: u64,
@@ -91,7 +89,6 @@ impl Start {
     }
 }
 
-/// Builds the header of a chunk.
 pub(crate) fn chunk(kind: u32, number: u32, bytes: usize) -> [u8; CHUNK_HEADER] {
     let mut header = [0; CHUNK_HEADER];
     header[..4].copy_from_slice(&kind.to_le_bytes());

@@ -12,7 +12,6 @@ use crate::locks::held::Mutex;
 const RINGS: usize = 64;
 const NAME_BYTES: usize = 256 << 10;
 
-/// A mapped file of rings.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     base: *mut u8,

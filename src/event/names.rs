@@ -30,7 +30,6 @@ impl Names {
         number
     }
 
-    /// Returns the number of a known name.
     pub(crate) fn find(&self, name: &str) -> Option<u32> {
         self.numbers.get(name).copied()
     }
@@ -40,7 +39,6 @@ impl Names {
         self.names.get(place).map(String::as_str)
     }
 
-    /// Returns all names, starting with number 1.
     pub(crate) fn into_vec(self) -> Vec<String> {
         self.names
     }
@@ -94,7 +92,6 @@ pub(crate) fn since(known: usize) -> Vec<(u32, String)> {
     })
 }
 
-/// Returns the name with a number.
 pub(crate) fn name_of(number: u32) -> Option<String> {
     with(|names| names.name(number).map(str::to_owned))
 }

@@ -35,7 +35,6 @@ pub(crate) enum Kind {
     Regime = 14,
 }
 
-/// All kinds.
 pub(crate) const KINDS: [Kind; 14] = [
     Kind::Allocate,
     Kind::Free,
@@ -61,7 +60,6 @@ pub(crate) const SMALL: u32 = 1;
 /// Like [`SMALL`]: the memory is a handle mapped into an arena.
 pub(crate) const MAPPED: u32 = 2;
 
-/// An event to record.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Event {
     pub kind: Kind,
@@ -99,7 +97,6 @@ pub(crate) fn has_number(slot: u32) -> bool {
     slot < u32::from(UNNUMBERED)
 }
 
-/// The largest context number.
 pub(crate) const MOST_CONTEXTS: u32 = SHORT;
 
 /// Returns the context with a number; none for an impossible number.
@@ -129,7 +126,6 @@ impl Whose {
         (self.0 >> STREAM) as u16 == UNNUMBERED
     }
 
-    /// Returns the same in a lap.
     pub(crate) fn in_lap(self, lap: u16) -> Whose {
         Whose(in_lap(self.0, lap))
     }
@@ -152,7 +148,6 @@ impl Whose {
     }
 }
 
-/// Returns the last word of a record in a lap.
 fn in_lap(word: u64, lap: u16) -> u64 {
     word & ((1 << LAP) - 1) | u64::from(lap) << LAP
 }
@@ -173,12 +168,10 @@ pub(crate) fn handle_of([ticks, _, _, whose]: Record, handle: u64) -> Record {
     [ticks, Kind::Stream as u64, handle, whose & !context]
 }
 
-/// Returns the record in a lap.
 pub(crate) fn with_lap([ticks, place, bytes, whose]: Record, lap: u16) -> Record {
     [ticks, place, bytes, in_lap(whose, lap)]
 }
 
-/// Returns the lap in a record's last word.
 pub(crate) fn lap_of(whose: u64) -> u16 {
     (whose >> LAP) as u16
 }

@@ -10,7 +10,6 @@ use crate::event::record::{self, Record, Whose, with_lap};
 /// The words before the records of a ring, alone on their cache line. The first is the *head*: the number of the first
 /// record of the half being written.
 const HEAD_WORDS: usize = 8;
-/// The number of words of a record.
 const WORDS: usize = size_of::<Slot>() / 8;
 
 /// A ring with a fixed number of records, which keeps the newest.
@@ -35,7 +34,6 @@ unsafe impl Send for Ring {}
 // SAFETY: as above.
 unsafe impl Sync for Ring {}
 
-/// What a reader found in a ring.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
     pub records: Vec<Record>,
@@ -45,7 +43,6 @@ pub(crate) struct Found {
     pub next: u64,
 }
 
-/// The place of a record.
 #[derive(Debug)]
 #[repr(C)]
 struct Slot {
@@ -112,7 +109,6 @@ impl Ring {
         })
     }
 
-    /// Returns the number of records of a half.
     fn half(&self) -> u64 {
         self.capacity / 2
     }
@@ -194,7 +190,6 @@ unsafe impl Send for Writer {}
 unsafe impl Sync for Writer {}
 
 impl Writer {
-    /// Creates a writer without a ring.
     pub(crate) const fn none() -> Writer {
         Writer {
             at: AtomicPtr::new(std::ptr::null_mut()),
@@ -215,13 +210,11 @@ impl Writer {
         writer
     }
 
-    /// Returns the stream that its events belong to.
     #[inline(always)]
     pub(crate) fn whose(&self) -> Whose {
         self.whose
     }
 
-    /// Changes the stream that its events belong to.
     pub(crate) fn set_whose(&mut self, whose: Whose) {
         self.whose = whose.in_lap(self.whose.lap());
     }

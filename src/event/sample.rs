@@ -25,7 +25,6 @@ static SOURCE: RwLock<Option<Source>> = RwLock::new(None);
 /// The contexts of known stacks, by their addresses.
 static KNOWN: Mutex<Option<HashMap<Box<[usize]>, u32>>> = Mutex::new(None);
 
-/// The countdown of a thread.
 #[derive(Clone, Copy)]
 struct Countdown {
     /// The mean that it started with; 0 before the start.
@@ -97,7 +96,6 @@ pub(crate) fn set_source(source: Option<Source>) {
     drop(old);
 }
 
-/// Whether stacks are taken.
 #[inline(always)]
 pub(crate) fn is_on() -> bool {
     MEAN.load(Ordering::Relaxed) != 0
@@ -149,7 +147,6 @@ impl Drop for Busy {
     }
 }
 
-/// Returns the context of the thread's stack.
 fn of_thread() -> u32 {
     let addresses = stack::addresses();
     let known = || KNOWN.lock();

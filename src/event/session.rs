@@ -23,7 +23,6 @@ fn current() -> Locked<'static, Option<Arc<Session>>> {
     CURRENT.lock()
 }
 
-/// One recording.
 #[derive(Debug)]
 pub(crate) struct Session {
     number: u64,
@@ -38,7 +37,6 @@ pub(crate) struct Session {
     reader: Mutex<Option<Thread>>,
 }
 
-/// Records read from a ring.
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub ring: u32,
@@ -110,7 +108,6 @@ impl Session {
         self.process != std::process::id()
     }
 
-    /// Whether the recording is still running.
     pub(crate) fn is_current(&self) -> bool {
         NUMBER.load(Ordering::Acquire) == self.number
     }
@@ -124,7 +121,6 @@ impl Session {
         self.rings.lock()
     }
 
-    /// Returns the rings that are still referenced elsewhere.
     #[cfg(test)]
     pub(crate) fn weak_rings(&self) -> Vec<std::sync::Weak<Ring>> {
         self.rings().iter().map(Arc::downgrade).collect()
@@ -161,7 +157,6 @@ impl Session {
         }
     }
 
-    /// Returns the records since the reader last read.
     pub(crate) fn read(&self, progress: &mut Progress) -> Vec<Batch> {
         if self.is_of_parent() {
             return Vec::new();
@@ -193,7 +188,6 @@ fn is_own() -> bool {
     PROCESS.load(Ordering::Relaxed) == std::process::id()
 }
 
-/// Returns the current recording of this process.
 fn own() -> Option<Arc<Session>> {
     match is_own() {
         true => current().clone().filter(|session| session.is_current()),
@@ -217,7 +211,6 @@ static SHARED: Mutex<Tap> = Mutex::new(Tap::none());
 /// overwrite these.
 static RARE: Mutex<Tap> = Mutex::new(Tap::none());
 
-/// Releases the rings of the shared taps.
 pub(crate) fn clear() {
     for tap in [&SHARED, &RARE] {
         *tap.lock() = Tap::none();

@@ -16,7 +16,6 @@ use crate::locks::held::Mutex;
 /// The longest time that records stay in their rings, unless one becomes half full earlier.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// The writer of a recording's chunks.
 #[derive(Debug)]
 pub(crate) struct Chunks<W> {
     writer: W,
@@ -82,7 +81,6 @@ struct State {
 }
 
 impl Inner {
-    /// Writes the records since the last call.
     fn write(&self, end: bool) {
         // A forked child shares the file, and must not write to it. A thread that does not exist there may hold the
         // lock.

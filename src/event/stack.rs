@@ -38,7 +38,6 @@ pub(crate) fn addresses() -> Vec<usize> {
     found
 }
 
-/// As above.
 #[cfg(not(all(unix, not(miri))))]
 pub(crate) fn addresses() -> Vec<usize> {
     Vec::new()
@@ -74,7 +73,6 @@ fn users(printed: &str) -> String {
     names.join(";")
 }
 
-/// The origin of a function.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Origin {
     /// This crate, or the C library over it.

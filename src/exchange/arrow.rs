@@ -102,7 +102,6 @@ struct Fields {
     private_data: *mut c_void,
 }
 
-/// The data that an export keeps.
 struct Export {
     release: Option<unsafe extern "C" fn(*mut FFI_ArrowArray)>,
     private_data: *mut c_void,

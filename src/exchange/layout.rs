@@ -48,13 +48,11 @@ impl Layout {
         Ok((Layout { shape, strides }, bytes))
     }
 
-    /// Number of elements.
     pub(super) fn len(&self) -> usize {
         // Checked when the layout was made.
         self.shape.iter().product()
     }
 
-    /// Whether the elements are contiguous.
     pub(super) fn is_compact(&self) -> bool {
         let compact = compact_strides(&self.shape);
         let mut dimensions = self.shape.iter().zip(self.strides.iter().zip(&compact));

@@ -16,10 +16,8 @@ use super::layout::Described;
 use super::peer::{Kind, Peer, order, wait_until_over};
 use crate::locks::held::Mutex;
 
-/// The owner of the memory.
 pub(super) type Kept = Box<dyn Send + Sync>;
 
-/// The kind of memory.
 enum Holder {
     /// Device memory, our own or imported: [`Memory`] orders all operations on it.
     Device(Memory),
@@ -117,7 +115,6 @@ impl Shared {
         Arc::new(shared)
     }
 
-    /// Creates our own page-locked memory.
     pub(super) fn pinned(
         block: HostBlock,
         start: u64,
@@ -225,7 +222,6 @@ impl Shared {
         memory.owner().identity(memory.stream_id())
     }
 
-    /// Records that a stream uses the memory until it is freed.
     pub(super) fn record(&self, stream: &Stream) -> Result<(), Error> {
         let uses = match &self.holder {
             _ if self.bytes == 0 => return Ok(()),

@@ -93,7 +93,6 @@ pub struct Tensor {
     read_only: bool,
 }
 
-/// Our own memory that was imported again.
 struct Returned {
     shared: Arc<Shared>,
     stream: KeptStream,
@@ -406,7 +405,6 @@ impl Tensor {
         }
     }
 
-    /// Returns the number of rows of a column.
     pub(super) fn rows(&self) -> Result<usize, Error> {
         match self.shape() {
             [rows] => Ok(*rows),

@@ -10,7 +10,6 @@ use std::marker::PhantomData;
 
 use log::Level;
 
-/// A line of the log.
 type Line = (Level, &'static str, String);
 
 thread_local! {

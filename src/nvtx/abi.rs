@@ -105,7 +105,6 @@ pub(super) struct Segment {
     pub functions: *mut usize,
 }
 
-/// An extension.
 #[repr(C)]
 pub(super) struct Module {
     pub version: u16,
@@ -118,7 +117,6 @@ pub(super) struct Module {
     pub info: usize,
 }
 
-/// A mark or a range.
 #[repr(C)]
 pub(super) struct Attributes {
     pub version: u16,
@@ -133,14 +131,12 @@ pub(super) struct Attributes {
     pub text: *const c_char,
 }
 
-/// A range of bytes.
 #[repr(C)]
 pub(super) struct Range {
     pub bytes: usize,
     pub at: *const c_void,
 }
 
-/// A heap.
 #[repr(C)]
 pub(super) struct HeapDescription {
     pub compatible: u16,

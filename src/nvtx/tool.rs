@@ -14,7 +14,6 @@ use crate::locks::held::{Locked, Mutex};
 /// The variable by which a tool is loaded.
 pub(super) const VARIABLE: &str = "NVTX_INJECTION64_PATH";
 
-/// The kind of a mark or a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Category {
@@ -50,7 +49,6 @@ impl Category {
     }
 }
 
-/// An attached tool.
 #[derive(Debug)]
 pub(crate) struct Tool {
     /// The domain of all events, null if the tool does not create domains.
@@ -290,7 +288,6 @@ impl Tool {
         unsafe { rename(self.domain(), &names) };
     }
 
-    /// Reports a freed block.
     pub(crate) fn gone(&self, at: u64) {
         let Some(unregister) = Memory::unregister_regions() else {
             return;
@@ -310,7 +307,6 @@ impl Tool {
 
     // ---- the time line --------------------------------------------------------------------------
 
-    /// Reports a mark.
     pub(crate) fn mark(&self, category: Category, what: &str) {
         if let Some(mark) = Domain::mark() {
             let text = text(what);
@@ -330,7 +326,6 @@ impl Tool {
         }
     }
 
-    /// Ends the range that began last on this thread.
     pub(crate) fn pop(&self) {
         if let Some(pop) = Domain::pop() {
             // SAFETY: a function of the domain alone.

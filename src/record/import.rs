@@ -7,53 +7,33 @@ use crate::record::stacks::Stacks;
 use crate::record::tree::{Fault, Tree, Unexpected, Value};
 
 /// Why a snapshot cannot be read.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
     /// The file ends too early.
     #[error("byte {at}: the snapshot is cut off")]
-    Short {
-        /// Byte offset from the beginning.
-        at: usize,
-    },
+    Short { at: usize },
     /// The pickle has an opcode that plain values do not need, and that would create an object or call a function.
     #[error("byte {at}: opcode {opcode:#04x} is for other than plain values; it is not executed")]
-    Opcode {
-        /// Byte offset from the beginning.
-        at: usize,
-        /// The opcode.
-        opcode: u8,
-    },
+    Opcode { at: usize, opcode: u8 },
     /// The pickle is malformed.
     #[error("byte {at}: {what}")]
-    Damaged {
-        /// Byte offset from the beginning.
-        at: usize,
-        /// What is wrong.
-        what: &'static str,
-    },
+    Damaged { at: usize, what: &'static str },
     /// The file begins like JSON, but is not valid JSON.
     #[error("invalid JSON: {what}")]
-    Json {
-        /// The fault and its position.
-        what: String,
-    },
+    Json { what: String },
     /// A field is missing or has a value of another type.
     #[error("`{at}`: expected {expected}, found {found}")]
     Field {
         /// The path to the field, like `device_traces[0][17].addr`.
         at: String,
-        /// What the format has there.
         expected: &'static str,
-        /// What the file has there.
         found: String,
     },
     /// The file contains something else.
     #[error("not a memory snapshot, but {found}")]
-    NotASnapshot {
-        /// The kind of content found.
-        found: String,
-    },
+    NotASnapshot { found: String },
 }
 
 impl From<Unexpected> for SnapshotError {
@@ -153,7 +133,6 @@ fn may_be_segments(segments: &Value<'_>, whole: bool) -> bool {
     }
 }
 
-/// Describes a file that is not a snapshot.
 fn what_else(root: &Value<'_>, segments: &Value<'_>) -> String {
     if root.get("traceEvents").exists().is_some() {
         return "a trace of torch.profiler".to_owned();
@@ -292,7 +271,6 @@ impl Reader {
         Ok(entries)
     }
 
-    /// Reads an entry of a trace, if its action is known.
     fn entry(&mut self, entry: &Value<'_>) -> Result<Option<Entry>, SnapshotError> {
         let entry = entry.dict()?;
         let action = entry.get("action").text("the name of an action")?;

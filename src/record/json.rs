@@ -7,7 +7,6 @@ use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visi
 
 use crate::record::tree::{DEEPEST, Node, Tree};
 
-/// Reads JSON.
 pub(super) fn read(bytes: &[u8]) -> Result<Tree, serde_json::Error> {
     let mut builder = Builder::default();
     let mut from = serde_json::Deserializer::from_slice(bytes);

@@ -46,12 +46,10 @@ impl Pickle {
         }
     }
 
-    /// Writes a reference to a memo index.
     fn get(&mut self, place: u32) {
         self.at(place, b'h', b'j');
     }
 
-    /// Assigns a memo index to the value just written.
     fn put(&mut self) -> u32 {
         let place = self.places;
         self.places += 1;
@@ -126,7 +124,6 @@ impl Pickle {
         self.bytes.push(if flag { 0x88 } else { 0x89 });
     }
 
-    /// Two numbers as a tuple.
     pub(super) fn pair(&mut self, first: u64, second: u64) {
         self.number(first);
         self.number(second);
@@ -144,7 +141,6 @@ impl Pickle {
     }
 }
 
-/// An item of the reader's stack.
 #[derive(Clone, Copy)]
 enum Entry {
     Mark,

@@ -1,6 +1,5 @@
 //! Writes protocol buffers.
 
-/// A message with the fields written so far.
 #[derive(Debug, Default)]
 pub(super) struct Message(Vec<u8>);
 
@@ -27,7 +26,6 @@ impl Message {
         self.0.extend_from_slice(bytes);
     }
 
-    /// Writes several numbers in one field.
     pub(super) fn packed(&mut self, field: u64, numbers: &[u64]) {
         let mut bytes = Vec::new();
         for number in numbers {

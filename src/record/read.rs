@@ -15,10 +15,10 @@ use crate::record::recording::{Action, Event, RecordedStream, Recording};
 const MOST_BYTES: u64 = (1 << 48) - 1;
 /// The maximum number of records read, whatever the caller allows: so streams have 32-bit numbers.
 const MOST_RECORDS: u64 = u32::MAX as u64;
-/// The maximum number of names in a recording.
 const MOST_NAMES: usize = 1 << 20;
 
 /// Why a recording cannot be read.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
@@ -30,27 +30,15 @@ pub enum ReadError {
         "expected a recording of version {}, found version {found}",
         file::VERSION
     )]
-    Version {
-        /// The version of the file.
-        found: u32,
-    },
+    Version { found: u32 },
     /// The file has more events than the caller allows.
     #[error("the recording has more than {limit} events")]
-    TooManyEvents {
-        /// The allowed number.
-        limit: u64,
-    },
+    TooManyEvents { limit: u64 },
     /// The file contains an invalid value.
     #[error("byte {at}: {what}")]
-    Damaged {
-        /// Byte offset from the beginning.
-        at: usize,
-        /// What is wrong.
-        what: &'static str,
-    },
+    Damaged { at: usize, what: &'static str },
 }
 
-/// Bytes with a current position.
 struct Bytes<'a> {
     all: &'a [u8],
     at: usize,
@@ -457,7 +445,6 @@ fn with_lost_frees(events: Vec<Event>) -> Vec<Event> {
     whole
 }
 
-/// Maps the slots of allocators to streams.
 #[derive(Default)]
 struct Slots {
     known: HashMap<(u16, u16), (u32, bool)>,

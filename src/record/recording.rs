@@ -86,7 +86,6 @@ pub struct Recording {
     pub(super) streams: Vec<RecordedStream>,
     pub(super) contexts: BTreeMap<u32, String>,
     pub(super) devices: BTreeMap<u16, usize>,
-    /// Memory sizes of the devices of allocators.
     pub(super) memory: BTreeMap<u16, u64>,
     pub(super) start: u64,
     pub(super) lost: u64,

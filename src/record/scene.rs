@@ -144,7 +144,6 @@ impl Device {
         }
     }
 
-    /// Assigns the sampled stack to a block and its allocation.
     fn sampled(&mut self, event: &Event) {
         let Some(live) = self.live.get_mut(&event.address) else {
             return;
@@ -227,7 +226,6 @@ impl Snapshot {
     }
 }
 
-/// Builds a snapshot of the end of a recording.
 fn snapshot(recording: &Recording) -> Snapshot {
     let mut devices: Vec<Device> = Vec::new();
     let start = recording.start();

@@ -7,7 +7,6 @@ use crate::record::pickle;
 use crate::record::pickle::Pickle;
 use crate::record::tree::MOST_FRAMES;
 
-/// The state of a block of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     Live,
@@ -29,7 +28,6 @@ impl State {
     }
 }
 
-/// A block, live or free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Block {
     pub address: u64,
@@ -40,7 +38,6 @@ pub(super) struct Block {
     pub context: u32,
 }
 
-/// Memory from the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Segment {
     pub device: usize,
@@ -83,7 +80,6 @@ impl Act {
         (Act::Snapshot, "snapshot"),
     ];
 
-    /// Whether it is about a block.
     pub(super) fn is_of_block(self) -> bool {
         matches!(
             self,
@@ -97,7 +93,6 @@ impl Act {
     }
 }
 
-/// One entry of a device's trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Entry {
     pub act: Act,

@@ -8,7 +8,6 @@ use crate::trace::Names;
 /// The maximum total size of the names. A small file can share texts and so contain any number of long stacks; those
 /// beyond the limit are dropped.
 const MOST_BYTES: usize = 64 << 20;
-/// The maximum line number of a source file.
 const MOST_LINES: u64 = i32::MAX as u64;
 /// The maximum number of characters kept of a frame.
 const MOST_CHARACTERS: usize = 200;

@@ -54,7 +54,6 @@ impl Families {
         self.add(("counter", name), help, [(String::new(), value)]);
     }
 
-    /// Adds a gauge for each pool.
     fn pools(
         &mut self,
         name: &'static str,
@@ -67,7 +66,6 @@ impl Families {
         self.add(("gauge", name), help, values);
     }
 
-    /// Adds the metrics of an allocator.
     fn read(&mut self, allocator: &Allocator) {
         let stats = &allocator.stats();
         let device = allocator.context().device().ordinal();

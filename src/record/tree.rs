@@ -12,7 +12,6 @@ const MOST_KEYS: usize = 256;
 /// The maximum number of characters of a text that an error quotes.
 const QUOTED: usize = 40;
 
-/// Why a file cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fault {
     /// It ends too early.
@@ -41,7 +40,6 @@ pub(super) enum Node {
     Dict(Vec<(u32, u32)>, usize),
 }
 
-/// The values of a file.
 #[derive(Debug, Default)]
 pub(super) struct Tree {
     pub(super) nodes: Vec<Node>,
@@ -49,12 +47,10 @@ pub(super) struct Tree {
 }
 
 impl Tree {
-    /// Returns the number of values.
     pub(super) fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Adds a value and returns its number.
     pub(super) fn push(&mut self, node: Node) -> u32 {
         self.nodes.push(node);
         (self.nodes.len() - 1) as u32
@@ -80,7 +76,6 @@ impl Tree {
         }
     }
 
-    /// Returns the outermost value.
     pub(super) fn root(&self) -> Value<'_> {
         Value {
             tree: self,
@@ -151,7 +146,6 @@ impl<'a> Value<'a> {
         self.inner(number, Step::Key(key))
     }
 
-    /// Returns the value of a list with this index.
     pub(super) fn at<'b>(&'b self, index: usize, number: u32) -> Value<'b> {
         self.inner(Some(number), Step::Index(index))
     }
@@ -183,7 +177,6 @@ impl<'a> Value<'a> {
         self.number
     }
 
-    /// Returns the value, if it exists.
     pub(super) fn exists(self) -> Option<Value<'a>> {
         match self.node() {
             None | Some(Node::Null) => None,
@@ -215,7 +208,6 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// Describes the value.
     pub(super) fn found(&self) -> String {
         self.describe(self.number)
     }
@@ -291,7 +283,6 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// Returns a number of bytes.
     pub(super) fn bytes(&self) -> Result<u64, Unexpected> {
         self.count(1 << 63, "a number of bytes")
     }

@@ -21,108 +21,62 @@ pub struct TraceError {
 }
 
 /// The fault of a line of a trace or a log.
+#[allow(missing_docs, reason = "messages name their fields")]
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceFault {
     /// Reading the file failed.
     #[error("cannot be read")]
-    Read {
-        /// The reader's error.
-        source: io::Error,
-    },
+    Read { source: io::Error },
     /// The first line is not the header.
     #[error("the first line must be `{HEADER}`, not `{found}`")]
-    Header {
-        /// The first line.
-        found: String,
-    },
+    Header { found: String },
     /// The line is longer than any row can be.
     #[error("longer than {LINE_LIMIT} bytes")]
     LineTooLong,
     /// The first field is none of `a`, `f`, `c` and `oom`.
     #[error("unknown op `{found}`")]
-    UnknownOp {
-        /// The field.
-        found: String,
-    },
+    UnknownOp { found: String },
     /// The row ends too early.
     #[error("the field `{field}` is missing")]
-    FieldMissing {
-        /// The name of the first missing field.
-        field: &'static str,
-    },
+    FieldMissing { field: &'static str },
     /// The row has more fields than there are columns.
     #[error("more fields than columns")]
     FieldsLeftOver,
     /// A field is not an unsigned decimal integer of at most 64 bits.
     #[error("`{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
-    NotANumber {
-        /// The name of the field.
-        field: &'static str,
-        /// The field.
-        found: String,
-    },
+    NotANumber { field: &'static str, found: String },
     /// A field of a log is not of the kind that its column requires.
     #[error("`{field}`: expected {expected}, found `{found}`")]
     Field {
-        /// The name of the column.
         field: &'static str,
-        /// What the column requires.
         expected: &'static str,
-        /// The field.
         found: String,
     },
     /// A new block's id does not follow the last one.
     #[error("the next new id is {expected}, not {found}")]
-    IdOutOfOrder {
-        /// The id a new block has here.
-        expected: u64,
-        /// The id of the row.
-        found: u64,
-    },
+    IdOutOfOrder { expected: u64, found: u64 },
     /// A block of 0 bytes is requested.
     #[error("expected a request of at least 1 byte, found 0 bytes")]
     ZeroBytes,
     /// A block that was not allocated is freed or completed.
     #[error("block {id} has not been allocated")]
-    UnknownId {
-        /// The block.
-        id: u64,
-    },
+    UnknownId { id: u64 },
     /// A block is freed again.
     #[error("block {id} is freed a second time")]
-    FreedTwice {
-        /// The block.
-        id: u64,
-    },
+    FreedTwice { id: u64 },
     /// A block completes before it was freed.
     #[error("block {id} completes before it is freed")]
-    CompletedBeforeFreed {
-        /// The block.
-        id: u64,
-    },
+    CompletedBeforeFreed { id: u64 },
     /// A block completes again.
     #[error("block {id} completes a second time")]
-    CompletedTwice {
-        /// The block.
-        id: u64,
-    },
+    CompletedTwice { id: u64 },
     /// A stream number has more than 32 bits.
     #[error("stream {found} is not below {STREAM_LIMIT}")]
-    StreamTooLarge {
-        /// The number.
-        found: u64,
-    },
+    StreamTooLarge { found: u64 },
     /// A block is freed or completed on a stream other than its own.
     #[error("block {id} belongs to stream {expected}, not {found}")]
-    StreamChanged {
-        /// The block.
-        id: u64,
-        /// The stream it was allocated on.
-        expected: u32,
-        /// The stream of the row.
-        found: u32,
-    },
+    StreamChanged { id: u64, expected: u32, found: u32 },
     /// The total size of the blocks live at the same time exceeds 2^64 bytes.
     #[error("the live blocks have more bytes than 64 bits can count")]
     LiveBytesOverflow,

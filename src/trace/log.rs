@@ -227,7 +227,6 @@ impl AllocationLog {
     }
 }
 
-/// The content of a line of a log.
 #[derive(Clone, Copy)]
 enum Action {
     Allocate,

@@ -44,7 +44,6 @@ pub struct Replay<'a> {
     watch: Option<Box<Watch<'a>>>,
 }
 
-/// The callback for each row.
 type Watch<'a> = dyn FnMut(&Watched<'_>) + 'a;
 
 /// The outcome of a row of a replay, passed to the callback of [`Replay::watch`].
@@ -281,11 +280,9 @@ impl ReplayReport {
     }
 }
 
-/// The prepared operation of a row.
 #[derive(Clone, Copy)]
 struct Step {
     action: Action,
-    /// Index of the stream.
     stream: u32,
     id: usize,
     bytes: u64,

@@ -3,7 +3,6 @@
 use super::error::TraceError;
 use super::format::{Op, Row, Trace};
 
-/// A block of the rows so far.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowBlock {
     pub id: usize,
@@ -26,7 +25,6 @@ impl RowMaker {
         block
     }
 
-    /// Frees a block, if there is one.
     pub(crate) fn free(&mut self, block: Option<RowBlock>) {
         if let Some(block) = block {
             self.push(Op::Free, block, 0);
@@ -41,7 +39,6 @@ impl RowMaker {
         }
     }
 
-    /// Records a failed request.
     pub(crate) fn fail(&mut self, stream: u32, bytes: u64) {
         self.push(Op::Oom, RowBlock { id: 0, stream }, bytes);
     }

@@ -41,7 +41,6 @@ impl Stage {
         })
     }
 
-    /// Returns the context for allocators; its driver counts their calls.
     pub(super) fn context(&self) -> &Context {
         &self.allocator
     }
@@ -59,7 +58,6 @@ impl Stage {
         false
     }
 
-    /// Counts one more replayed row.
     pub(super) fn advance_row(&self) {
         #[cfg(feature = "sim")]
         if let Some(simulator) = &self.simulator {

@@ -19,7 +19,6 @@ const DELAY_ONE_IN: u64 = 16;
 /// which could wrongly get its block.
 const DELAY_NANOSECONDS: u64 = 200_000;
 
-/// A block in use, as the work accesses it.
 #[derive(Clone, Copy)]
 pub(super) struct Use<'a> {
     pub(super) stream: &'a Stream,
@@ -41,7 +40,6 @@ pub(super) trait Work {
     fn modelled_nanos(&self) -> u64;
 }
 
-/// No work at all.
 pub(super) struct Nothing;
 
 impl Work for Nothing {

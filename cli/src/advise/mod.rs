@@ -62,7 +62,6 @@ impl<'a> Advice<'a> {
         reasons.next().flatten()
     }
 
-    /// Builds one line of `--json`.
     fn object(&self, trace: &Trace, warnings: &[String], config: Option<&str>) -> Value {
         let choices = self.trials.iter().map(|(choice, trial)| {
             let fits = trial.fits();

@@ -111,7 +111,6 @@ fn line(work: &str, name: &str, case: &str, value: f64, unit: &str) -> String {
     format!("{work} {name} {case}: {value:.digits$} {unit}")
 }
 
-/// What a measurement comes to.
 type Figure = Result<f64, workload::Failure>;
 
 impl Bench<'_> {

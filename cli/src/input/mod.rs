@@ -36,7 +36,6 @@ const FORMATS: &str = "traces (`op,id,bytes,stream`), recordings of cualloc, mem
 type Fault = FileError;
 
 impl Fault {
-    /// The error for a file of an unsupported kind.
     fn foreign(found: &str) -> Fault {
         Fault::new(format!(
             "this looks like {found}, which is not read; the formats that are read: {FORMATS}"
@@ -332,7 +331,6 @@ enum Lines {
     Log(AllocationLog),
 }
 
-/// Reads a text file line by line.
 fn lines(
     name: &str,
     kind: &Kind,

@@ -68,7 +68,6 @@ impl<R: Read> Read for Begun<R> {
 
 pub type Source = Begun<Box<dyn Read>>;
 
-/// Opens a file; `-` is stdin.
 pub(super) fn open(path: &Path) -> Result<Source, Fault> {
     let source: io::Result<Box<dyn Read>> = match text::is_standard(path) {
         true => Ok(Box::new(io::stdin().lock())),

@@ -181,7 +181,6 @@ impl<'a> Film<'a> {
     }
 }
 
-/// Encodes states by their index in the page's list.
 fn state(state: BlockState) -> u64 {
     match state {
         BlockState::Live => 0,

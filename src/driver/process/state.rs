@@ -23,7 +23,6 @@ pub(super) const LOOK_OUT: u32 = FORKED | EXITING | CAPTURES;
 /// The bits of a recording.
 pub(super) const RECORDING: u32 = RECORDS | SAMPLES;
 
-/// A snapshot of the state word.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Now(u32);
 
@@ -63,7 +62,6 @@ struct Followed {
     last: Mutex<Option<&'static Follower>>,
 }
 
-/// A copy that is kept up to date.
 struct Follower {
     copy: &'static State,
     next: OnceLock<&'static Follower>,

@@ -98,7 +98,6 @@ impl Random {
     }
 }
 
-/// A block of a program.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Made {
     pub(super) id: usize,
@@ -108,7 +107,6 @@ pub(super) struct Made {
 
 /// Creates the rows of a program, a few at a time.
 pub(super) trait Maker {
-    /// Creates some rows, perhaps none; returns false at the end of the program.
     fn make(&mut self, draft: &mut Draft) -> bool;
 }
 
@@ -155,7 +153,6 @@ impl Draft {
         block
     }
 
-    /// A request that failed.
     pub(super) fn fail(&mut self, bytes: u64, stream: u32) {
         let id = 0;
         self.push(Op::Oom, Made { id, bytes, stream }, Release::Never);

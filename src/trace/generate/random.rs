@@ -6,7 +6,6 @@ pub(super) const ROWS: usize = 1_000_000;
 const SMALLEST: u64 = 512;
 /// Powers of two between the smallest and the largest.
 const OCTAVES: u32 = 20;
-/// The default maximum of live bytes.
 const LIVE: u64 = 8 << 30;
 /// Live memory stays above this fraction of its maximum.
 const LOW_PART: u64 = 32;

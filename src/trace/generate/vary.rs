@@ -27,7 +27,6 @@ impl Varied<'_> {
         }
     }
 
-    /// Changes a size at random.
     fn changed(&mut self, bytes: u64) -> u64 {
         let share = self.random.between(100 - self.percent, 100 + self.percent);
         let changed = u128::from(bytes) * u128::from(share) / 100;
