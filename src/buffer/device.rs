@@ -284,8 +284,6 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         }
     }
 
-    // ---- observation -----------------------------------------------------------------------
-
     /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
@@ -334,8 +332,6 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
             Owner::Foreign(_) => None,
         }
     }
-
-    // ---- order -----------------------------------------------------------------------------
 
     fn with(&self, run: impl FnOnce(&Memory) -> Result<(), Error>) -> Result<(), Error> {
         self.memory.as_ref().map_or(Ok(()), run)
@@ -390,8 +386,6 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         let bytes = self.byte_len();
         DeviceBuffer::new(self.memory, bytes)
     }
-
-    // ---- parts and operations --------------------------------------------------------------
 
     /// Returns all of it, for reading.
     pub fn as_slice(&self) -> DeviceSlice<'_, T> {

@@ -60,13 +60,14 @@
 mod device;
 mod element;
 mod flight;
-mod late;
 mod order;
 mod owner;
 mod pinned;
+pub(crate) mod pinned_pool;
 mod slice;
 mod staging;
 mod turn;
+mod unordered;
 
 pub use device::DeviceBuffer;
 pub use element::{DeviceCopy, FillValue, Pod};
@@ -74,7 +75,6 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
-pub(crate) use element::bytes_of;
 pub(crate) use order::Memory;
 pub(crate) use owner::{Foreign, Owner};
-pub(crate) use pinned::{HostBlock, HostPool};
+pub(crate) use pinned::HostBlock;

@@ -15,9 +15,9 @@ use crate::sync::event::EventPools;
 use crate::sync::order::{Ended, see_end};
 use crate::sync::{capture, order};
 
-use super::late::{self, Late};
 use super::owner::{Loan, Owner};
 use super::turn::Turn;
+use super::unordered::{self, Unordered};
 use crate::error::{Error, Refused, StreamMisuse};
 
 pub(crate) struct Memory {
@@ -25,8 +25,8 @@ pub(crate) struct Memory {
     stream: ManuallyDrop<Stream>,
     /// The id of the home stream; for a per-thread default stream, that of the allocating thread.
     stream_id: u64,
-    /// Whether there are streams that the home must wait for: see [`late`].
-    has_late: AtomicBool,
+    /// Whether there are streams that the home must wait for: see [`unordered`].
+    has_unordered: AtomicBool,
     /// Whether several owners, which no borrow separates, submit work: a tensor and those made of its exports.
     shared: bool,
 }
@@ -59,7 +59,7 @@ impl Memory {
             owner: ManuallyDrop::new(owner),
             stream: ManuallyDrop::new(stream),
             stream_id,
-            has_late: AtomicBool::new(false),
+            has_unordered: AtomicBool::new(false),
             shared: false,
         }
     }
@@ -133,26 +133,26 @@ impl Memory {
     /// also for those that may use it until then.
     #[inline]
     fn catch_up(&self, last: bool) -> Result<(), Error> {
-        if self.has_late.load(Ordering::Acquire) {
-            self.make_up_for_all(last)?;
+        if self.has_unordered.load(Ordering::Acquire) {
+            self.order_all(last)?;
         }
         Ok(())
     }
 
     #[cold]
-    fn make_up_for_all(&self, last: bool) -> Result<(), Error> {
+    fn order_all(&self, last: bool) -> Result<(), Error> {
         self.at_home()?;
-        let all = late::all_of(self.key()).into_iter();
-        for late in all.filter(|late| last || !late.lasting) {
-            self.make_up_for(&late)?;
-            late::made_up(&self.has_late, &late);
+        let all = unordered::all_of(self.key()).into_iter();
+        for user in all.filter(|user| last || !user.lasting) {
+            self.order_after(&user)?;
+            unordered::remove(&self.has_unordered, &user);
         }
         self.finish(Access::ReadWrite)
     }
 
-    fn make_up_for(&self, late: &Late) -> Result<(), Error> {
-        late.stream.with(|stream| match stream {
-            Some(stream) if stream.own_id() == late.id => {
+    fn order_after(&self, user: &Unordered) -> Result<(), Error> {
+        user.stream.with(|stream| match stream {
+            Some(stream) if stream.own_id() == user.id => {
                 capture::refuse_capture(stream)?;
                 capture::refuse_capture(&self.stream)?;
                 Ok(self.let_home_wait(stream)?)
@@ -160,7 +160,7 @@ impl Memory {
             // The stream was retired, or its handle means another stream on this thread.
             _ => {
                 capture::refuse_capture(&self.stream)?;
-                Ok(order::wait_for_context(late.stream.stream().context())?)
+                Ok(order::wait_for_context(user.stream.stream().context())?)
             }
         })
     }
@@ -209,7 +209,7 @@ impl Memory {
             }
             Err(error) => {
                 // The caller reports that work exists, so the memory must stay until it is complete.
-                self.note_late(stream, id, false);
+                self.add_unordered(stream, id, false);
                 Err(error)
             }
         }
@@ -219,7 +219,7 @@ impl Memory {
     fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
         if id != self.stream_id {
             self.let_home_wait(stream)
-                .inspect_err(|_| self.note_late(stream, id, false))?;
+                .inspect_err(|_| self.add_unordered(stream, id, false))?;
         }
         self.finish(access)
     }
@@ -238,7 +238,7 @@ impl Memory {
             return self.join(stream, id, Access::ReadWrite);
         }
         // The home waits for the stream before the memory is freed.
-        self.note_late(stream, id, true);
+        self.add_unordered(stream, id, true);
         Ok(())
     }
 
@@ -254,8 +254,8 @@ impl Memory {
     }
 
     #[cold]
-    fn note_late(&self, stream: &Stream, id: u64, lasting: bool) {
-        late::note(&self.has_late, self.key(), stream, id, lasting);
+    fn add_unordered(&self, stream: &Stream, id: u64, lasting: bool) {
+        unordered::add(&self.has_unordered, self.key(), stream, id, lasting);
     }
 
     /// Returns the events for ordering this memory.
@@ -263,12 +263,12 @@ impl Memory {
         self.owner.events()
     }
 
-    fn key(&self) -> late::Key {
+    fn key(&self) -> unordered::Key {
         self.owner.key()
     }
 
     /// Reports uses that the owner must know before it takes the memory back.
-    fn tell_uses(&self) -> Result<(), Error> {
+    fn report_uses(&self) -> Result<(), Error> {
         self.catch_up(true)?;
         // A retired stream was promised to get no more work, but operations on the buffer may have submitted some. It
         // then counts as a new stream for the allocator.
@@ -284,7 +284,7 @@ impl Memory {
         if process::is_forked_child() {
             return Err(Refused::new(self, Error::ForkedChild));
         }
-        if let Err(error) = self.tell_uses() {
+        if let Err(error) = self.report_uses() {
             return Err(Refused::new(self, error));
         }
         let mut this = ManuallyDrop::new(self);
@@ -336,15 +336,15 @@ impl Memory {
             // In a forked child, a thread that does not exist there may hold a lock.
             return;
         }
-        let told = self.tell_uses();
-        let late = match *self.has_late.get_mut() {
-            true => late::take_all_of(self.key()),
+        let reported = self.report_uses();
+        let user = match *self.has_unordered.get_mut() {
+            true => unordered::take_all_of(self.key()),
             false => Vec::new(),
         };
         // SAFETY: by the caller's contract the owner is not used again.
         let owner = unsafe { ManuallyDrop::take(&mut self.owner) };
-        if told.is_err() || !contexts.is_empty() {
-            owner.end_after(&self.stream, late, contexts);
+        if reported.is_err() || !contexts.is_empty() {
+            owner.end_after(&self.stream, user, contexts);
         } else {
             owner.end();
         }
@@ -356,9 +356,9 @@ impl Memory {
 impl Drop for Memory {
     #[inline]
     fn drop(&mut self) {
-        let at_once = !process::is_gone() && !*self.has_late.get_mut();
+        let is_fast = !process::is_gone() && !*self.has_unordered.get_mut();
         // SAFETY: this is the drop, in which the owner is not used again if the call returns true.
-        if at_once && unsafe { self.owner.end_at_once() } {
+        if is_fast && unsafe { self.owner.try_end() } {
             // SAFETY: as above; the memory is dropped before its stream.
             unsafe { ManuallyDrop::drop(&mut self.stream) };
             return;
@@ -404,7 +404,7 @@ pub(super) fn submit(
         order::order(&memory.stream, stream, memory.events()).map_err(before)?;
     }
     let entered = stream.context().enter().map_err(before)?;
-    // A failure may be that of earlier work, reported late, so the operation may have been submitted all the same.
+    // A failure may be that of earlier work, reported user, so the operation may have been submitted all the same.
     let mut result = operation(&entered).map_err(Error::from);
     drop(entered);
     for memory in used {

@@ -11,7 +11,7 @@ use crate::resource::{MemoryResource, RawBlock, UseTracking, give_back, identity
 use crate::sync::event::EventPools;
 use crate::sync::{capture, order};
 
-use super::late::{self, Late};
+use super::unordered::{self, Unordered};
 
 /// See the module documentation.
 pub(crate) enum Owner {
@@ -35,7 +35,7 @@ pub(crate) struct Foreign {
 }
 
 /// For memory without an allocator: each event is created for one use.
-static EVENTS: LazyLock<EventPools> = LazyLock::new(EventPools::kept_by_nobody);
+static EVENTS: LazyLock<EventPools> = LazyLock::new(EventPools::unpooled);
 
 impl Owner {
     pub(super) fn ptr(&self) -> sys::CUdeviceptr {
@@ -54,8 +54,8 @@ impl Owner {
         }
     }
 
-    /// Returns the key of the memory in [`late`].
-    pub(super) fn key(&self) -> late::Key {
+    /// Returns the key of the memory in [`unordered`].
+    pub(super) fn key(&self) -> unordered::Key {
         match self {
             Owner::Block(block) => (block.engine().id, block.ptr()),
             Owner::Resource(loan) => (loan.block.id().source(), loan.block.ptr()),
@@ -148,11 +148,11 @@ impl Owner {
     /// # Safety
     /// If it returns true, the owner must not be used or dropped again.
     #[inline]
-    pub(super) unsafe fn end_at_once(&mut self) -> bool {
+    pub(super) unsafe fn try_end(&mut self) -> bool {
         let Owner::Resource(loan) = self else {
             return false;
         };
-        if !(*loan.resource).take_back_at_once(&mut loan.block) {
+        if !(*loan.resource).try_take_back(&mut loan.block) {
             return false;
         }
         // Usually there is nothing in the block to drop.
@@ -180,8 +180,8 @@ impl Owner {
     /// Like [`end`](Self::end), if the home does not wait for all of these streams or contexts, or is itself among the
     /// streams.
     #[cold]
-    pub(super) fn end_after(self, home: &Stream, late: Vec<Late>, mut contexts: Vec<Context>) {
-        let mut users: Vec<KeptStream> = late.into_iter().map(|late| late.stream).collect();
+    pub(super) fn end_after(self, home: &Stream, user: Vec<Unordered>, mut contexts: Vec<Context>) {
+        let mut users: Vec<KeptStream> = user.into_iter().map(|user| user.stream).collect();
         if self.is_retired() {
             match home.kind() {
                 // The stream may have been destroyed.

@@ -14,16 +14,7 @@ use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::{wait, wait_for};
 
 use super::element::{DeviceCopy, bytes_of, check_aligned};
-
-/// A pool that blocks of page-locked memory return to.
-pub(crate) trait HostPool: Send + Sync {
-    /// Returns the generation whose blocks copies may use.
-    fn generation(&self) -> u64;
-
-    /// Takes back a dropped block with the work that may still use it. Makes no driver call, except to free a block
-    /// that is not kept.
-    fn take_back(&self, block: HostBlock);
-}
+use super::pinned_pool::Inner;
 
 /// Page-locked memory. Dropping it returns it to its pool; without a pool it is freed after the work that uses it.
 pub(crate) struct HostBlock {
@@ -35,7 +26,7 @@ pub(crate) struct HostBlock {
     lost: Option<DriverError>,
     events: EventPools,
     /// The pool that it returns to.
-    pub home: Option<Arc<dyn HostPool>>,
+    pub home: Option<Arc<Inner>>,
     /// The generation of the pool that created it; 0 without a pool.
     pub generation: u64,
 }

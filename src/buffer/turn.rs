@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::sync::Condvar;
 
-use super::late::Key;
+use super::unordered::Key;
 use crate::driver::process;
 use crate::error::Error;
 use crate::locks::held::Mutex;

@@ -200,7 +200,7 @@ impl Stream {
 
 /// State, id and graph of a capture; the nodes that the next node depends on, the data of the edges to them (null for
 /// ordinary edges), and their number.
-type Told = (
+type CaptureState = (
     CUstreamCaptureStatus,
     u64,
     sys::CUgraph,
@@ -220,17 +220,17 @@ impl Driver {
         ) = cuStreamBeginCaptureToGraph(stream, graph, nodes.as_ptr(), edges.as_ptr(), nodes.len(), mode);
 
         /// Returns the state and the id, whatever data the edges have.
-        unsafe fn state_of_capture(&self, stream: CUstream) -> told: (CUstreamCaptureStatus, u64)
+        unsafe fn state_of_capture(&self, stream: CUstream) -> state: (CUstreamCaptureStatus, u64)
             = cuStreamGetCaptureInfo_v2(
-                stream, &mut told.0, &mut told.1, ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+                stream, &mut state.0, &mut state.1, ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
 
         #[inline]
-        unsafe fn capture_v2(&self, stream: CUstream) -> told: Told = cuStreamGetCaptureInfo_v2(
-            stream, &mut told.0, &mut told.1, &mut told.2, &mut told.3, &mut told.5);
+        unsafe fn capture_v2(&self, stream: CUstream) -> state: CaptureState = cuStreamGetCaptureInfo_v2(
+            stream, &mut state.0, &mut state.1, &mut state.2, &mut state.3, &mut state.5);
 
         #[inline]
-        unsafe fn capture_v3(&self, stream: CUstream) -> told: Told = cuStreamGetCaptureInfo_v3(
-            stream, &mut told.0, &mut told.1, &mut told.2, &mut told.3, &mut told.4, &mut told.5);
+        unsafe fn capture_v3(&self, stream: CUstream) -> state: CaptureState = cuStreamGetCaptureInfo_v3(
+            stream, &mut state.0, &mut state.1, &mut state.2, &mut state.3, &mut state.4, &mut state.5);
 
         unsafe fn update_dependencies(&self, stream: CUstream, nodes: *mut sys::CUgraphNode,
             edges: *const sys::CUgraphEdgeData, count: usize, flags: u32

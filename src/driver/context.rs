@@ -1,9 +1,9 @@
 //! Contexts, and calls made with one of them current.
 
 use super::defaults;
+use super::deferred::{Deferred, DeferredList, is_host_function};
 use super::device::Device;
 use super::error::DriverError;
-use super::owed::{Debts, Owed, is_host_function};
 use super::process;
 use super::registry::Entry;
 use super::symbols::Feature;
@@ -30,7 +30,7 @@ struct Inner {
     /// Whether it is the device's primary context, retained here; otherwise it is foreign.
     primary: bool,
     /// Handles of the context whose destruction is deferred.
-    debts: Debts,
+    deferred: DeferredList,
     /// The object that keeps the context alive, if there is one; otherwise the caller guarantees it.
     owner: Owner,
 }
@@ -67,12 +67,12 @@ impl Context {
             id: raw as u64,
             number: 0,
             primary: true,
-            debts: Debts::default(),
+            deferred: DeferredList::default(),
             owner: None,
         };
         inner.id = id_of(driver, raw)?;
         inner.number = defaults::number_of(inner.id);
-        inner.debts = Debts::inherited(driver, inner.id);
+        inner.deferred = DeferredList::inherited(driver, inner.id);
         let context = Context(Arc::new(inner));
         // The process-wide driver keeps its primary contexts forever. Any other driver keeps them only while they are
         // in use, since the context itself keeps the driver alive.
@@ -135,7 +135,7 @@ impl Context {
             id,
             number: defaults::number_of(id),
             primary: false,
-            debts: Debts::inherited(driver, id),
+            deferred: DeferredList::inherited(driver, id),
             owner,
         })))
     }
@@ -266,32 +266,32 @@ impl Context {
     ///
     /// If the context cannot be entered, the destruction is deferred. A failed destroy call is not repeated: the driver
     /// may have destroyed the handle anyway, and its value may have been reused by another thread since.
-    pub(super) fn release(&self, owed: Owed) {
+    pub(super) fn release(&self, handle: Deferred) {
         let driver = self.driver();
         if driver.drops_nothing() {
             return;
         }
         if is_host_function() {
-            return self.0.debts.add(owed);
+            return self.0.deferred.add(handle);
         }
         match self.enter() {
             Ok(_entered) => {
-                self.0.debts.pay(driver, owed.waits());
-                if let Err(error) = owed.destroy(driver) {
-                    driver.drop_failed(&owed, error);
+                self.0.deferred.destroy(driver, handle.waits());
+                if let Err(error) = handle.destroy(driver) {
+                    driver.drop_failed(&handle, error);
                 }
             }
             Err(error) => {
-                driver.drop_failed(&owed, error);
+                driver.drop_failed(&handle, error);
                 if !is_over(&error) {
-                    self.0.debts.add(owed);
+                    self.0.deferred.add(handle);
                 }
             }
         }
     }
 
-    pub(super) fn debts(&self) -> &Debts {
-        &self.0.debts
+    pub(super) fn deferred(&self) -> &DeferredList {
+        &self.0.deferred
     }
 }
 
@@ -315,15 +315,15 @@ impl Inner {
     }
 
     /// Performs all deferred destructions, because no later call will.
-    fn pay_all(&self) -> Result<(), DriverError> {
+    fn destroy_all(&self) -> Result<(), DriverError> {
         let driver = self.device.driver();
-        if !self.debts.any() {
+        if !self.deferred.any() {
             return Ok(());
         }
         self.is_itself()?;
         let _switched = Switched::to(driver, self.raw)?;
         let mut mode = relax(driver)?;
-        self.debts.pay(driver, true);
+        self.deferred.destroy(driver, true);
         exchange_mode(driver, &mut mode)
     }
 }
@@ -338,12 +338,12 @@ impl Drop for Inner {
         let retained = self.primary && driver.has(Feature::PrimaryRelease);
         if is_host_function() {
             if retained {
-                self.debts.add(Owed::Primary(self.device.raw()));
+                self.deferred.add(Deferred::Primary(self.device.raw()));
             }
-            return self.debts.leave(driver, self.id);
+            return self.deferred.leave(driver, self.id);
         }
-        match self.pay_all() {
-            Err(error) if !is_over(&error) => self.debts.leave(driver, self.id),
+        match self.destroy_all() {
+            Err(error) if !is_over(&error) => self.deferred.leave(driver, self.id),
             _ => {}
         }
         if !retained {

@@ -1,8 +1,8 @@
 //! Events.
 
 use super::context::{Context, Current, Entered};
+use super::deferred::Deferred;
 use super::error::DriverError;
-use super::owed::Owed;
 use super::sys::{self, CUevent_flags};
 use super::table::{call, thin};
 use std::ptr;
@@ -77,7 +77,7 @@ impl Drop for Event {
         if !self.owned {
             return;
         }
-        self.context.release(Owed::Event(self.raw));
+        self.context.release(Deferred::Event(self.raw));
     }
 }
 
@@ -85,7 +85,7 @@ impl Drop for Event {
 impl Entered<'_> {
     /// Creates an event without timing, owned by the result.
     pub fn create_event(&self) -> Result<Event, DriverError> {
-        self.context().debts().pay(self.driver(), false);
+        self.context().deferred().destroy(self.driver(), false);
         let mut raw = ptr::null_mut();
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING.0;
         // SAFETY: the pointer is to a local handle.

@@ -1,8 +1,8 @@
 //! Graphs of work, captured or built by hand.
 
 use super::context::{Context, Entered};
+use super::deferred::Deferred;
 use super::error::DriverError;
-use super::owed::Owed;
 use super::sys;
 use super::table::{Driver, call, thin};
 use super::user_object::UserObject;
@@ -80,7 +80,7 @@ impl Graph {
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::Graphs`](super::Feature::Graphs).
     pub fn new(context: &Context) -> Result<Graph, DriverError> {
         let entered = context.enter()?;
-        context.debts().pay(entered.driver(), false);
+        context.deferred().destroy(entered.driver(), false);
         let mut raw = ptr::null_mut();
         // SAFETY: the output is a local.
         unsafe { call!(entered.driver(), cuGraphCreate(&mut raw, 0)) }?;
@@ -205,7 +205,7 @@ debug_fields!(Graph, self => raw: self.raw);
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        self.context.release(Owed::Graph(self.raw));
+        self.context.release(Deferred::Graph(self.raw));
     }
 }
 

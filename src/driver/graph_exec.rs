@@ -1,9 +1,9 @@
 //! Executable graphs.
 
 use super::context::{Context, Entered};
+use super::deferred::Deferred;
 use super::error::DriverError;
 use super::graph::Graph;
-use super::owed::Owed;
 use super::stream::Stream;
 use super::sys;
 use super::table::{call, thin};
@@ -27,7 +27,7 @@ impl Graph {
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without [`Feature::GraphExecs`](super::Feature::GraphExecs).
     pub fn instantiate(&self) -> Result<GraphExec, DriverError> {
         let entered = self.context().enter()?;
-        self.context().debts().pay(entered.driver(), false);
+        self.context().deferred().destroy(entered.driver(), false);
         // SAFETY: the graph is alive.
         let raw = unsafe { entered.instantiate(self.raw()) }?;
         let context = self.context().clone();
@@ -86,6 +86,6 @@ debug_fields!(GraphExec, self => raw: self.raw);
 
 impl Drop for GraphExec {
     fn drop(&mut self) {
-        self.context.release(Owed::GraphExec(self.raw));
+        self.context.release(Deferred::GraphExec(self.raw));
     }
 }

@@ -1,8 +1,8 @@
 //! Plain device memory, page-locked host memory, copies and fills.
 
 use super::context::{Context, Entered};
+use super::deferred::Deferred;
 use super::error::DriverError;
-use super::owed::Owed;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
 use super::table::{call, thin};
 use std::ffi::c_void;
@@ -79,7 +79,7 @@ debug_fields!(HostAllocation, self => address: self.address, bytes: self.bytes);
 
 impl Drop for HostAllocation {
     fn drop(&mut self) {
-        self.context.release(Owed::Host(self.address));
+        self.context.release(Deferred::Host(self.address));
     }
 }
 

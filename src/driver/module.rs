@@ -1,8 +1,8 @@
 //! Modules, kernels and host functions.
 
 use super::context::{Context, Entered};
+use super::deferred::Deferred;
 use super::error::DriverError;
-use super::owed::Owed;
 use super::stream::Stream;
 use super::sys::{self, CUstream};
 use super::table::{call, thin};
@@ -94,7 +94,7 @@ debug_fields!(Module, self => raw: self.0.raw);
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.context.release(Owed::Module(self.raw));
+        self.context.release(Deferred::Module(self.raw));
     }
 }
 

@@ -1,9 +1,9 @@
 //! The driver's own stream-ordered memory pools.
 
 use super::context::{Context, Entered};
+use super::deferred::Deferred;
 use super::device::Device;
 use super::error::DriverError;
-use super::owed::Owed;
 #[cfg(unix)]
 use super::share::{DESCRIPTOR, number_of, opened};
 use super::sys::{
@@ -208,7 +208,7 @@ impl Drop for MemoryPool {
         if !*self.owned.get_mut() {
             return;
         }
-        self.context.release(Owed::Pool(self.raw));
+        self.context.release(Deferred::Pool(self.raw));
     }
 }
 

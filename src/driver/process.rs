@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Once, OnceLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::locks::held::{Held, Locked, Mutex, RwLock};
+use crate::locks::lock;
 use state::{
     CAPTURES, EXITING, FORKED, LOOK_OUT, RECORDING, RECORDS, SAMPLES, TOOL, change, now_bits,
 };
@@ -164,6 +165,13 @@ fn nothing<'a, T: Default>() -> &'a T {
 pub(crate) fn lock<T: Default>(mutex: &Mutex<T>) -> Locked<'_, T> {
     let mutex = if is_forked_child() { nothing() } else { mutex };
     mutex.lock()
+}
+
+/// Like [`lock`], for a lock of the hot path.
+#[inline(always)]
+pub(crate) fn hot_lock<T: Default>(lock: &lock::Lock<T>) -> lock::Held<'_, T> {
+    let lock = if is_forked_child() { nothing() } else { lock };
+    lock.lock()
 }
 
 /// Like [`lock`], for reading.

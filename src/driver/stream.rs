@@ -1,9 +1,9 @@
 //! Streams, and the meaning of raw stream handles.
 
 use super::context::{Context, Entered, Owner};
+use super::deferred::Deferred;
 use super::error::DriverError;
 use super::event::Event;
-use super::owed::Owed;
 use super::process;
 use super::registry::Entry;
 use super::symbols::{Call, Feature};
@@ -87,7 +87,7 @@ impl Stream {
         let mut raw = ptr::null_mut();
         let entered = context.enter()?;
         let driver = entered.driver();
-        context.debts().pay(driver, false);
+        context.deferred().destroy(driver, false);
         match priority {
             // SAFETY: the pointer is to a local handle.
             None => unsafe { call!(driver, cuStreamCreate(&mut raw, flags)) }?,
@@ -394,7 +394,7 @@ impl Drop for Inner {
             let entry = self.context.driver().streams().lock().remove(&id);
             drop(entry);
         }
-        self.context.release(Owed::Stream(self.raw));
+        self.context.release(Deferred::Stream(self.raw));
     }
 }
 

@@ -96,7 +96,7 @@ struct State {
     /// The primary contexts that were retained, by device.
     primaries: Registry,
     /// Deferred destructions of contexts without a live object, by context id.
-    debts: Registry,
+    deferred: Registry,
     captures: Found,
     /// The owned streams by id, so that a caller who has only a handle can find the stream that owns it.
     streams: Registry,
@@ -198,7 +198,7 @@ impl Driver {
                 lost: AtomicBool::new(false),
                 warned: AtomicBool::new(false),
                 primaries: Registry::default(),
-                debts: Registry::default(),
+                deferred: Registry::default(),
                 captures: Found::default(),
                 streams: Registry::default(),
                 aliasing: Mutex::default(),
@@ -459,8 +459,8 @@ impl Driver {
         &self.0.state.primaries
     }
 
-    pub(super) fn debts(&self) -> &Registry {
-        &self.0.state.debts
+    pub(super) fn deferred(&self) -> &Registry {
+        &self.0.state.deferred
     }
 
     #[inline]

@@ -1,8 +1,8 @@
 //! Objects that live as long as graphs.
 
 use super::context::Context;
+use super::deferred::{Deferred, in_host_function};
 use super::error::DriverError;
-use super::owed::{Owed, in_host_function};
 use super::sys;
 use crate::foreign::guarded;
 use std::ffi::c_void;
@@ -46,7 +46,7 @@ impl UserObject {
         hook: impl FnOnce() + Send + 'static,
     ) -> Result<UserObject, DriverError> {
         let entered = context.enter()?;
-        context.debts().pay(entered.driver(), false);
+        context.deferred().destroy(entered.driver(), false);
         let hook: Hook = Box::new(hook);
         let data = Box::into_raw(Box::new(hook));
         // SAFETY: the function is called once, with the data it expects.
@@ -73,6 +73,6 @@ debug_fields!(UserObject, self => raw: self.raw);
 
 impl Drop for UserObject {
     fn drop(&mut self) {
-        self.context.release(Owed::UserObject(self.raw));
+        self.context.release(Deferred::UserObject(self.raw));
     }
 }

@@ -279,8 +279,6 @@ impl Tensor {
         })
     }
 
-    // ---- observation -----------------------------------------------------------------------
-
     /// Returns the address of the first element; 0 if there is no memory.
     ///
     /// Using it requires `unsafe` code, which is responsible for the memory's lifetime and for order: work submitted to
@@ -354,8 +352,6 @@ impl Tensor {
         self.shared.record(stream)
     }
 
-    // ---- elements --------------------------------------------------------------------------
-
     /// Returns all elements, for reading.
     ///
     /// # Errors
@@ -414,8 +410,6 @@ impl Tensor {
             })),
         }
     }
-
-    // ---- exchange --------------------------------------------------------------------------
 
     /// Exports the tensor, in the legacy or the versioned form. Does not wait.
     ///
@@ -505,11 +499,11 @@ impl Drop for Returned {
         if process::is_gone() {
             return;
         }
-        let told = self.stream.with(|stream| {
+        let recorded = self.stream.with(|stream| {
             let stream = stream.filter(|_| self.is_at_home());
             stream.is_some_and(|stream| self.shared.record(stream).is_ok())
         });
-        if !told {
+        if !recorded {
             let context = self.stream.stream().context();
             self.shared.lend_untracked(context);
         }

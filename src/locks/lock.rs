@@ -42,6 +42,12 @@ impl<T> Lock<T> {
     }
 }
 
+impl<T: Default> Default for Lock<T> {
+    fn default() -> Self {
+        Lock::new(T::default())
+    }
+}
+
 impl<T, B> Lock<T, B> {
     pub(crate) fn with(value: T, beside: B) -> Self {
         Lock {

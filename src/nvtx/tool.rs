@@ -191,8 +191,6 @@ impl Tool {
         self.heaps.lock()
     }
 
-    // ---- memory -------------------------------------------------------------------------------
-
     /// Reports memory from which blocks will be allocated.
     pub(crate) fn heap(&self, at: u64, bytes: u64) {
         let Some(register) = Memory::register_heap() else {
@@ -304,8 +302,6 @@ impl Tool {
         // SAFETY: what the batch points to lives through the call.
         unsafe { unregister(self.domain(), &regions) };
     }
-
-    // ---- the time line --------------------------------------------------------------------------
 
     pub(crate) fn mark(&self, category: Category, what: &str) {
         if let Some(mark) = Domain::mark() {

@@ -7,8 +7,9 @@ use crate::block::BlockId;
 use crate::driver::{Context, MemoryPool, Stream, process, sys};
 use crate::error::{Error, RareLog};
 use crate::locks::held::{Locked, Mutex};
-use crate::resource::{Point, Usage, add_user, next_source, wait_for};
+use crate::resource::{Usage, next_source};
 use crate::sync::event::EventPools;
+use crate::sync::point::{Point, add_user, wait_unless_capturing};
 use crate::sync::{capture, order};
 
 /// A pool of the driver, as its handles and blocks know it.
@@ -175,7 +176,7 @@ impl Inner {
         capture::refuse_capture(home)?;
         if home.own_id() != block.id.stream_id() {
             // Another thread's default stream has no name here: this thread waits for its context.
-            wait_for(home.context())?;
+            wait_unless_capturing(home.context())?;
         }
         for user in &block.users {
             user.hold_back(home, home.own_id(), &self.events)?;

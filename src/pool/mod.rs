@@ -21,7 +21,6 @@
 
 mod driver_blocks;
 mod driver_pool;
-mod pinned;
 mod report;
 mod slabs;
 mod surplus;
@@ -30,8 +29,8 @@ mod threshold;
 mod typed;
 mod workspace;
 
+pub use crate::buffer::pinned_pool::{PinnedConfig, PinnedPool};
 pub use driver_pool::{DriverPool, DriverPoolConfig};
-pub use pinned::{PinnedConfig, PinnedPool};
 pub use report::{Fragmentation, PoolReport, SizeHistogram};
 pub use threshold::ThresholdPool;
 pub use typed::TypedPool;

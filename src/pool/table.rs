@@ -44,16 +44,9 @@ struct Shard {
 }
 
 /// Sharded by stream and size, so that streams do not contend.
+#[derive(Default)]
 pub(super) struct Table {
     shards: [Lock<Shard>; SHARDS],
-}
-
-impl Default for Table {
-    fn default() -> Self {
-        Table {
-            shards: std::array::from_fn(|_| Lock::new(Shard::default())),
-        }
-    }
 }
 
 impl Table {

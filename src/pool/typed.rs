@@ -11,7 +11,7 @@ use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
 use crate::error::{Error, InvalidArgument, Refused, StreamMisuse};
 use crate::resource::{
-    MemoryResource, PerDevice, RawBlock, Usage, device_of, forward, free_at_once, is_retired, named,
+    MemoryResource, PerDevice, RawBlock, Usage, device_of, forward, is_retired, named, try_free,
 };
 
 use super::surplus::Surplus;
@@ -318,13 +318,13 @@ unsafe impl MemoryResource for Inner {
         Ok(())
     }
 
-    fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
+    fn try_take_back(&self, block: &mut RawBlock) -> bool {
         // A large block is for the heap.
         if block.size() as u64 > size::PACKED_SMALL_LIMIT || is_retired(&self.allocator, block) {
             return false;
         }
         let (note, address) = (block.note(), block.ptr());
-        let free = || free_at_once(&self.allocator, block);
+        let free = || try_free(&self.allocator, block);
         let freed = self.table.leave(note, address, free).is_some();
         if freed {
             self.surplus.release(&self.allocator, false);

@@ -102,7 +102,7 @@ impl WorkspacePool {
                 exact,
                 name,
                 source: next_source(),
-                state: Lock::new(State::default()),
+                state: Lock::default(),
             }
         });
         let weak = Arc::downgrade(&inner);
@@ -133,13 +133,9 @@ impl WorkspacePool {
 }
 
 impl Inner {
-    /// None of it in a forked child.
     #[inline(always)]
     fn lock(&self) -> Held<'_, State> {
-        if process::is_forked_child() {
-            return nothing().lock();
-        }
-        self.state.lock()
+        process::hot_lock(&self.state)
     }
 
     /// Leases a slab.
@@ -278,12 +274,6 @@ impl Inner {
     }
 }
 
-/// The state of every pool in a forked child, where a thread that does not exist may hold the pool's lock.
-#[cold]
-fn nothing() -> &'static Lock<State> {
-    Box::leak(Box::new(Lock::new(State::default())))
-}
-
 impl Drop for Inner {
     fn drop(&mut self) {
         self.allocator.remove_relief_hook(&self.name);
@@ -313,7 +303,7 @@ unsafe impl MemoryResource for Inner {
         Err(Refused::new(block, why))
     }
 
-    fn take_back_at_once(&self, block: &mut RawBlock) -> bool {
+    fn try_take_back(&self, block: &mut RawBlock) -> bool {
         // The owner of a lease of a retired stream has to record before that the stream may have got more work.
         self.owns(block) && !self.has_retired_stream(block) && self.end(block, true)
     }

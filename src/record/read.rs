@@ -461,11 +461,11 @@ impl Slots {
             self.known.insert(slot, (number, true));
             return;
         }
-        if let Some((number, told)) = self.known.get_mut(&slot) {
+        if let Some((number, known_handle)) = self.known.get_mut(&slot) {
             let stream = &mut streams[*number as usize];
             // The same stream was recorded again, or was used before its record.
-            if stream.handle == handle || !*told {
-                (stream.handle, *told) = (handle, true);
+            if stream.handle == handle || !*known_handle {
+                (stream.handle, *known_handle) = (handle, true);
                 return;
             }
         }
@@ -498,8 +498,8 @@ mod tests {
             ring,
             number: number as u64,
         };
-        let told = [(0, 20), (1, 15), (0, 18), (0, 10), (1, 16), (0, 21)];
-        let mut records: Vec<Raw> = told.into_iter().enumerate().map(raw).collect();
+        let rings = [(0, 20), (1, 15), (0, 18), (0, 10), (1, 16), (0, 21)];
+        let mut records: Vec<Raw> = rings.into_iter().enumerate().map(raw).collect();
         straighten(&mut records, 10);
         let times: Vec<u64> = records.iter().map(|raw| raw.record[0]).collect();
         assert_eq!(times, [20, 15, 20, 10, 16, 21]);

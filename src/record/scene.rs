@@ -84,7 +84,7 @@ impl Device {
         self.held.insert(event.address, held);
     }
 
-    fn let_go(&mut self, event: &Event, start: u64) {
+    fn unmap(&mut self, event: &Event, start: u64) {
         let end = self
             .held
             .get(&event.address)
@@ -136,11 +136,11 @@ impl Device {
         let Some(block) = self.live.remove(&event.address) else {
             return;
         };
-        let said = (block.event.bytes, block.handle);
-        self.add(Act::FreeRequested, event, start, said);
-        self.add(Act::FreeCompleted, event, start, said);
+        let size = (block.event.bytes, block.handle);
+        self.add(Act::FreeRequested, event, start, size);
+        self.add(Act::FreeCompleted, event, start, size);
         if self.held.get(&event.address).is_some_and(|held| held.view) {
-            self.let_go(event, start);
+            self.unmap(event, start);
         }
     }
 
@@ -258,7 +258,7 @@ fn snapshot(recording: &Recording) -> Snapshot {
                 };
                 device.hold(event, start, held);
             }
-            Action::Unmap { .. } => device.let_go(event, start),
+            Action::Unmap { .. } => device.unmap(event, start),
             Action::OutOfMemory { device_free, .. } => {
                 let address = device_free.unwrap_or(0).min(HIGHEST - 1);
                 let event = Event { address, ..*event };

@@ -35,11 +35,11 @@ impl Stacks {
         };
         if parts.is_empty() {
             // It may be any value that the program chose.
-            let said = value
+            let text = value
                 .get("user_metadata")
                 .text("a text")
                 .unwrap_or_default();
-            return Ok(self.number(&shortened(said)));
+            return Ok(self.number(&shortened(text)));
         }
         // Innermost first.
         let innermost = parts.iter().enumerate().take(MOST_FRAMES).rev();

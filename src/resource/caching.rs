@@ -92,7 +92,7 @@ fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result
 
 /// Frees a small block, if its stream cache suffices for that. If not it is false, and nothing has changed.
 #[inline(always)]
-pub(crate) fn free_at_once(allocator: &Allocator, block: &RawBlock) -> bool {
+pub(crate) fn try_free(allocator: &Allocator, block: &RawBlock) -> bool {
     block.keepers() == 0
         && life(allocator, &block.id()).is_some_and(|life| allocator.engine().free_at_once(&life))
 }
@@ -141,7 +141,7 @@ unsafe impl MemoryResource for Allocator {
 
     #[inline]
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        if free_at_once(self, &block) {
+        if try_free(self, &block) {
             return Ok(());
         }
         deallocate_watched(self, block)

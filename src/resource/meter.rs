@@ -7,7 +7,7 @@ use crate::driver::process;
 use crate::error::Error;
 use crate::locks::lock::{Held, Lock};
 
-use super::pressure::{Level, Listeners, Pressure};
+use super::pressure::{Listeners, Pressure};
 use super::usage::Usage;
 
 /// Counts bytes against a limit. All methods may be called from any thread; a charge never exceeds the limit. In a
@@ -23,7 +23,7 @@ pub(super) struct State {
     pub usage: Usage,
     /// Bytes among those charged that were outstanding when the budget was made and have not left since.
     base: u64,
-    level: Level,
+    level: Pressure,
 }
 
 impl Meter {
@@ -31,24 +31,20 @@ impl Meter {
     pub(crate) fn new(limit: Option<u64>, base: u64) -> Arc<Meter> {
         let mut state = State {
             base,
+            level: Pressure::of(base, limit),
             ..State::default()
         };
         state.usage.limit = limit;
         state.add(base);
-        state.level.adopt(Pressure::of(base, limit));
         Arc::new(Meter {
             state: Lock::new(state),
             listeners: Listeners::default(),
         })
     }
 
-    /// None of it in a forked child, where a thread that does not exist may hold the lock.
     #[inline(always)]
     pub(super) fn lock(&self) -> Held<'_, State> {
-        match process::is_forked_child() {
-            true => nothing().lock(),
-            false => self.state.lock(),
-        }
+        process::hot_lock(&self.state)
     }
 
     /// Changes the state, then calls the listeners without the lock if the level has changed.
@@ -58,7 +54,8 @@ impl Meter {
         let result = change(&mut state);
         let usage = &state.usage;
         let now = Pressure::of(usage.requested.current, usage.limit);
-        if let Some(old) = state.level.adopt(now) {
+        let old = std::mem::replace(&mut state.level, now);
+        if old != now {
             drop(state);
             self.listeners.call(old, now);
         }
@@ -116,11 +113,6 @@ impl Meter {
             bytes,
         }
     }
-}
-
-#[cold]
-fn nothing() -> &'static Lock<State> {
-    Box::leak(Box::new(Lock::new(State::default())))
 }
 
 impl State {

@@ -69,8 +69,7 @@ pub use traits::{MemoryResource, Source, UseTracking};
 pub use usage::Usage;
 pub use watchdog::Watchdog;
 
-pub(crate) use caching::{free_at_once, identity_of, is_retired, named};
+pub(crate) use caching::{identity_of, is_retired, named, try_free};
 pub(crate) use checks::{DRIVER_ALIGNMENT, check_request, device_of, next_source, same_device};
 pub(crate) use dropped::{give_back, keep, retry};
 pub(crate) use traits::forward;
-pub(crate) use uses::{Point, add_user, wait_for};

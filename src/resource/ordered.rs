@@ -13,12 +13,13 @@ use super::dropped::{give_back_now, retry};
 use super::meter::Charge;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::Usage;
-use super::uses::{Point, Uses};
+use super::uses::Uses;
 use crate::block::{BlockId, BlockState};
 use crate::error::{Error, Refused, StreamMisuse};
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::wait_for_context;
+use crate::sync::point::Point;
 
 /// Pending deallocations of a stream after which a deallocation queries whether they are complete.
 const QUERY: usize = 32;

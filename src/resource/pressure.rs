@@ -59,19 +59,6 @@ impl fmt::Display for Pressure {
     }
 }
 
-/// The last level. It is changed under one lock, so that each change begins with the level that the one before ended with.
-#[derive(Debug, Default)]
-pub(super) struct Level(Pressure);
-
-impl Level {
-    /// Adopts a measured level; the old one if that is a change.
-    #[inline]
-    pub fn adopt(&mut self, new: Pressure) -> Option<Pressure> {
-        let old = std::mem::replace(&mut self.0, new);
-        (old != new).then_some(old)
-    }
-}
-
 /// Gets the old and the new level. Called without a lock.
 type Listener = dyn Fn(Pressure, Pressure) + Send + Sync;
 
@@ -119,7 +106,7 @@ pub struct PressureMonitor {
 
 #[derive(Debug, Default)]
 struct Observed {
-    level: Level,
+    level: Pressure,
     /// Bytes that the eviction hook freed, and its calls.
     evicted: (u64, u64),
 }
@@ -180,7 +167,7 @@ impl PressureMonitor {
 
     /// The level last observed.
     pub fn level(&self) -> Pressure {
-        process::lock(&self.observed).level.0
+        process::lock(&self.observed).level
     }
 
     /// Bytes that the eviction hook reports as freed, and how often it was called.
@@ -191,8 +178,9 @@ impl PressureMonitor {
     /// Observes `used` of `total` bytes in use.
     pub fn observe(&self, used: u64, total: u64) -> Pressure {
         let level = self.classify(used, total);
-        let changed = process::lock(&self.observed).level.adopt(level);
-        if let Some(old) = changed {
+        // Under the lock, so that each change begins with the level that the previous one ended with.
+        let old = std::mem::replace(&mut process::lock(&self.observed).level, level);
+        if old != level {
             self.listeners.call(old, level);
         }
         if level == Pressure::Critical {

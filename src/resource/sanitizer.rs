@@ -12,11 +12,11 @@ use crate::locks::held::{Locked, Mutex};
 use crate::sync::capture;
 use crate::sync::event::EventPools;
 use crate::sync::order::wait_for_context;
+use crate::sync::point::{Point, add_user};
 
 use super::block::{Access, RawBlock};
 use super::dropped::give_back_now;
 use super::traits::{MemoryResource, UseTracking, must_last};
-use super::uses::{Point, add_user};
 
 /// The byte that the environment's variables fill with.
 const POISON: u8 = 0xDD;
@@ -90,7 +90,7 @@ impl<R: MemoryResource> Sanitizer<R> {
     }
 
     /// Over another resource, with the checks that the environment asks for: `CUALLOC_POISON_ALLOC` and
-    /// `CUALLOC_POISON_FREE` (fill with 0xDD) and `CUALLOC_OVERLAP_GUARD`, each on unless empty or 0. Each is read
+    /// `CUALLOC_POISON_free_at_once` (fill with 0xDD) and `CUALLOC_OVERLAP_GUARD`, each on unless empty or 0. Each is read
     /// once in the life of the process. The [usual stack](super::standard) asks for them.
     pub fn from_env(inner: R) -> Self {
         static READ: OnceLock<Checks> = OnceLock::new();
@@ -98,7 +98,7 @@ impl<R: MemoryResource> Sanitizer<R> {
             |name| environment::text(name).is_some_and(|value| !matches!(value.trim(), "" | "0"));
         let checks = *READ.get_or_init(|| Checks {
             poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(POISON),
-            poison_freed: on("CUALLOC_POISON_FREE").then_some(POISON),
+            poison_freed: on("CUALLOC_POISON_free_at_once").then_some(POISON),
             overlap: on("CUALLOC_OVERLAP_GUARD"),
         });
         Sanitizer {

@@ -97,7 +97,7 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// nothing has changed except where the block is entered.
     #[doc(hidden)]
     #[inline]
-    fn take_back_at_once(&self, _block: &mut RawBlock) -> bool {
+    fn try_take_back(&self, _block: &mut RawBlock) -> bool {
         false
     }
 
@@ -322,8 +322,8 @@ macro_rules! forward {
                 $target.deallocate_block(block)
             }
             #[inline]
-            fn take_back_at_once(&$self, block: &mut RawBlock) -> bool {
-                $target.take_back_at_once(block)
+            fn try_take_back(&$self, block: &mut RawBlock) -> bool {
+                $target.try_take_back(block)
             }
             #[inline]
             fn upstream(&$self) -> Option<&dyn MemoryResource> {

@@ -1,73 +1,10 @@
 //! The uses of one block: its last write, the reads since, and the streams that use it until it is freed.
 
-use std::sync::Arc;
-
-use crate::driver::kept_stream::KeptStream;
-use crate::driver::{Context, Stream};
-use crate::error::Error;
-use crate::sync::capture;
-use crate::sync::event::{EventPools, Pooled};
-use crate::sync::order::wait_for_context;
+use crate::driver::Stream;
+use crate::sync::event::Pooled;
+use crate::sync::point::{Point, add_user};
 
 use super::block::Access;
-
-/// A moment in the work of a stream.
-#[derive(Debug, Clone)]
-pub(crate) struct Point {
-    /// The driver's id of the stream.
-    pub stream: u64,
-    how: How,
-}
-
-#[derive(Debug, Clone)]
-enum How {
-    Event(Arc<Pooled>),
-    /// Everything the stream was given until it is waited for.
-    Late(KeptStream),
-}
-
-impl Point {
-    /// Lets later work of a stream, which has the id, start only after this moment. Does nothing on its own stream.
-    pub(crate) fn hold_back(
-        &self,
-        stream: &Stream,
-        id: u64,
-        events: &EventPools,
-    ) -> Result<(), Error> {
-        match &self.how {
-            _ if self.stream == id => Ok(()),
-            How::Event(event) => Ok(event.hold_back(stream)?),
-            How::Late(late) => late.with(|user| match user {
-                Some(user) if user.own_id() == self.stream => {
-                    // A wait for what is captured would draw the stream into the capture.
-                    capture::refuse_capture(user)?;
-                    Ok(events.record(user)?.hold_back(stream)?)
-                }
-                // It was retired, or the handle means another stream on this thread.
-                _ => wait_for(late.stream().context()),
-            }),
-        }
-    }
-}
-
-/// Waits on the host for all work of a context. Refuses while something captures there, which the wait would spoil.
-pub(crate) fn wait_for(context: &Context) -> Result<(), Error> {
-    match capture::capture_in(context)? {
-        Some(stream) => Err(Error::Capturing { stream }),
-        None => Ok(wait_for_context(context)?),
-    }
-}
-
-/// Adds everything that a stream is given until it is waited for, unless the stream is in the list.
-pub(crate) fn add_user(users: &mut Vec<Point>, stream: &Stream) {
-    let id = stream.own_id();
-    if users.iter().all(|known| known.stream != id) {
-        users.push(Point {
-            stream: id,
-            how: How::Late(KeptStream::new(stream)),
-        });
-    }
-}
 
 /// What must be waited for before a block is accessed or freed.
 #[derive(Debug)]
@@ -86,9 +23,8 @@ pub(crate) struct Uses {
 impl Uses {
     /// The allocation is the first write.
     pub(crate) fn new(stream: u64, ready: Pooled) -> Uses {
-        let how = How::Event(Arc::new(ready));
         Uses {
-            recorded: vec![(Access::Write, Point { stream, how }, 0)],
+            recorded: vec![(Access::Write, Point::marked(stream, ready), 0)],
             lasting: Vec::new(),
             ordered: Vec::new(),
             clock: 0,
@@ -147,9 +83,9 @@ impl Uses {
     ) {
         self.clock += 1;
         let id = stream.own_id();
-        let how = match event {
-            Some(event) => How::Event(Arc::new(event)),
-            None => How::Late(KeptStream::new(stream)),
+        let point = match event {
+            Some(event) => Point::marked(id, event),
+            None => Point::unmarked(stream),
         };
         // Its event was recorded before that of the new use was begun, on the same stream.
         let follows = |point: &Point, end: u64| point.stream == id && end < begin;
@@ -166,7 +102,6 @@ impl Uses {
             // One read per stream, except for reads recorded at the same time.
             (self.recorded).retain(|(known, point, end)| known.writes() || !follows(point, *end));
         }
-        let point = Point { stream: id, how };
         self.recorded.push((access, point, self.clock));
     }
 }

@@ -27,7 +27,7 @@ impl EventPools {
     }
 
     /// Creates a pool that keeps no events: each is destroyed after use, so that none keeps its context alive.
-    pub(crate) fn kept_by_nobody() -> EventPools {
+    pub(crate) fn unpooled() -> EventPools {
         EventPools(Arc::new(Pools {
             idle: Mutex::default(),
             home: Some(u64::MAX),

@@ -12,21 +12,21 @@ use crate::locks::held::Mutex;
 /// Identifies a memory: its allocator and address.
 pub(super) type Key = (u64, sys::CUdeviceptr);
 
-static LATE: Mutex<List> = Mutex::new(List {
+static UNORDERED: Mutex<List> = Mutex::new(List {
     all: Vec::new(),
-    noted: 0,
+    added: 0,
 });
 
 #[derive(Default)]
 struct List {
-    all: Vec<Late>,
-    /// The number of streams noted so far.
-    noted: u64,
+    all: Vec<Unordered>,
+    /// The number of streams added so far.
+    added: u64,
 }
 
 /// A stream that must still be ordered.
 #[derive(Clone)]
-pub(super) struct Late {
+pub(super) struct Unordered {
     of: Key,
     number: u64,
     pub stream: KeptStream,
@@ -37,15 +37,15 @@ pub(super) struct Late {
 }
 
 /// Records a stream and sets the flag of the memory.
-pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting: bool) {
-    let mut list = process::lock(&LATE);
-    list.noted += 1;
-    let number = list.noted;
-    let same = |it: &&mut Late| (it.of, it.id, it.lasting) == (of, id, lasting);
+pub(super) fn add(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting: bool) {
+    let mut list = process::lock(&UNORDERED);
+    list.added += 1;
+    let number = list.added;
+    let same = |it: &&mut Unordered| (it.of, it.id, it.lasting) == (of, id, lasting);
     match list.all.iter_mut().find(same) {
         // The stream must be ordered again, even if another thread is just ordering its earlier work.
         Some(known) => known.number = number,
-        None => list.all.push(Late {
+        None => list.all.push(Unordered {
             of,
             number,
             stream: KeptStream::new(stream),
@@ -56,17 +56,17 @@ pub(super) fn note(flag: &AtomicBool, of: Key, stream: &Stream, id: u64, lasting
     flag.store(true, Ordering::Release);
 }
 
-pub(super) fn all_of(of: Key) -> Vec<Late> {
-    let list = process::lock(&LATE);
+pub(super) fn all_of(of: Key) -> Vec<Unordered> {
+    let list = process::lock(&UNORDERED);
     list.all.iter().filter(|it| it.of == of).cloned().collect()
 }
 
-/// Removes a stream that was ordered, unless it was noted again since.
-pub(super) fn made_up(flag: &AtomicBool, late: &Late) {
-    let mut list = process::lock(&LATE);
-    let at = list.all.iter().position(|it| it.number == late.number);
+/// Removes a stream that was ordered, unless it was added again since.
+pub(super) fn remove(flag: &AtomicBool, user: &Unordered) {
+    let mut list = process::lock(&UNORDERED);
+    let at = list.all.iter().position(|it| it.number == user.number);
     let ended = at.map(|at| list.all.swap_remove(at));
-    if list.all.iter().all(|it| it.of != late.of) {
+    if list.all.iter().all(|it| it.of != user.of) {
         flag.store(false, Ordering::Release);
     }
     drop(list);
@@ -75,7 +75,7 @@ pub(super) fn made_up(flag: &AtomicBool, late: &Late) {
 }
 
 /// Removes and returns all streams of a memory that ends.
-pub(super) fn take_all_of(of: Key) -> Vec<Late> {
-    let mut list = process::lock(&LATE);
+pub(super) fn take_all_of(of: Key) -> Vec<Unordered> {
+    let mut list = process::lock(&UNORDERED);
     list.all.extract_if(.., |it| it.of == of).collect()
 }

@@ -17,7 +17,7 @@ use crate::locks::held::Mutex;
 
 /// A handle that is no longer reachable and still has to be destroyed.
 #[derive(Debug)]
-pub(super) enum Owed {
+pub(super) enum Deferred {
     Stream(sys::CUstream),
     Event(sys::CUevent),
     Graph(sys::CUgraph),
@@ -31,12 +31,15 @@ pub(super) enum Owed {
 }
 
 // SAFETY: handles may be destroyed on any thread, and these have no other owner.
-unsafe impl Send for Owed {}
+unsafe impl Send for Deferred {}
 
-impl Owed {
+impl Deferred {
     /// Whether destroying the handle may wait for work.
     pub(super) fn waits(&self) -> bool {
-        matches!(self, Owed::Module(_) | Owed::Host(_) | Owed::Primary(_))
+        matches!(
+            self,
+            Deferred::Module(_) | Deferred::Host(_) | Deferred::Primary(_)
+        )
     }
 
     /// Destroys the handle in its context, which is current.
@@ -47,36 +50,36 @@ impl Owed {
         // page-locked memory was waited for.
         unsafe {
             match *self {
-                Owed::Stream(raw) => {
+                Deferred::Stream(raw) => {
                     // The driver may reuse the handle for another stream from here on.
                     driver.found().remove(raw, u64::MAX);
                     call!(driver, cuStreamDestroy_v2(raw))
                 }
-                Owed::Event(raw) => call!(driver, cuEventDestroy_v2(raw)),
-                Owed::Graph(raw) => call!(driver, cuGraphDestroy(raw)),
-                Owed::GraphExec(raw) => call!(driver, cuGraphExecDestroy(raw)),
-                Owed::UserObject(raw) => call!(driver, cuUserObjectRelease(raw, 1)),
-                Owed::Module(raw) => call!(driver, cuModuleUnload(raw)),
-                Owed::Pool(raw) => call!(driver, cuMemPoolDestroy(raw)),
-                Owed::Host(address) => call!(driver, cuMemFreeHost(address.as_ptr())),
-                Owed::Primary(device) => call!(driver, cuDevicePrimaryCtxRelease_v2(device)),
+                Deferred::Event(raw) => call!(driver, cuEventDestroy_v2(raw)),
+                Deferred::Graph(raw) => call!(driver, cuGraphDestroy(raw)),
+                Deferred::GraphExec(raw) => call!(driver, cuGraphExecDestroy(raw)),
+                Deferred::UserObject(raw) => call!(driver, cuUserObjectRelease(raw, 1)),
+                Deferred::Module(raw) => call!(driver, cuModuleUnload(raw)),
+                Deferred::Pool(raw) => call!(driver, cuMemPoolDestroy(raw)),
+                Deferred::Host(address) => call!(driver, cuMemFreeHost(address.as_ptr())),
+                Deferred::Primary(device) => call!(driver, cuDevicePrimaryCtxRelease_v2(device)),
             }
         }
     }
 }
 
-impl fmt::Display for Owed {
+impl fmt::Display for Deferred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Owed::Stream(_) => "a stream",
-            Owed::Event(_) => "an event",
-            Owed::Graph(_) => "a graph",
-            Owed::GraphExec(_) => "an executable graph",
-            Owed::UserObject(_) => "a user object",
-            Owed::Module(_) => "a module",
-            Owed::Pool(_) => "a memory pool",
-            Owed::Host(_) => "page-locked memory",
-            Owed::Primary(_) => "a primary context",
+            Deferred::Stream(_) => "a stream",
+            Deferred::Event(_) => "an event",
+            Deferred::Graph(_) => "a graph",
+            Deferred::GraphExec(_) => "an executable graph",
+            Deferred::UserObject(_) => "a user object",
+            Deferred::Module(_) => "a module",
+            Deferred::Pool(_) => "a memory pool",
+            Deferred::Host(_) => "page-locked memory",
+            Deferred::Primary(_) => "a primary context",
         })
     }
 }
@@ -101,21 +104,21 @@ pub(super) fn is_host_function() -> bool {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Debts {
+pub(super) struct DeferredList {
     any: AtomicBool,
-    list: Mutex<Vec<Owed>>,
+    list: Mutex<Vec<Deferred>>,
 }
 
-impl Debts {
+impl DeferredList {
     /// Takes over the deferred destructions that a former object of the context with this id left behind.
-    pub(super) fn inherited(driver: &Driver, context: u64) -> Debts {
+    pub(super) fn inherited(driver: &Driver, context: u64) -> DeferredList {
         if driver.drops_nothing() {
-            return Debts::default();
+            return DeferredList::default();
         }
-        let left = driver.debts().lock().remove(&context);
-        let list = left.and_then(|left| left.get::<Debts>());
+        let left = driver.deferred().lock().remove(&context);
+        let list = left.and_then(|left| left.get::<DeferredList>());
         let list = list.map_or_else(Vec::new, |left| std::mem::take(&mut *left.list.lock()));
-        Debts {
+        DeferredList {
             any: AtomicBool::new(!list.is_empty()),
             list: Mutex::new(list),
         }
@@ -132,36 +135,38 @@ impl Debts {
             return;
         }
         let list = std::mem::take(&mut *self.list.lock());
-        let mut all = driver.debts().lock();
-        let none = || Entry::Forever(Arc::<Debts>::default());
+        let mut all = driver.deferred().lock();
+        let none = || Entry::Forever(Arc::<DeferredList>::default());
         let left = all.entry(context).or_insert_with(none);
-        if let Some(left) = left.get::<Debts>() {
+        if let Some(left) = left.get::<DeferredList>() {
             left.list.lock().extend(list);
         }
     }
 
-    pub(super) fn add(&self, owed: Owed) {
+    pub(super) fn add(&self, handle: Deferred) {
         let mut list = self.list.lock();
-        list.push(owed);
+        list.push(handle);
         self.any.store(true, Ordering::Relaxed);
     }
 
     /// Destroys the deferred handles in their context, which is current; those whose destruction may wait for work only
     /// if the caller allows it.
-    pub(super) fn pay(&self, driver: &Driver, may_wait: bool) {
+    pub(super) fn destroy(&self, driver: &Driver, may_wait: bool) {
         if !self.any() || driver.drops_nothing() {
             return;
         }
-        let due: Vec<Owed> = {
+        let due: Vec<Deferred> = {
             let mut list = self.list.lock();
-            let (due, kept) = list.drain(..).partition(|owed| may_wait || !owed.waits());
+            let (due, kept) = list
+                .drain(..)
+                .partition(|handle| may_wait || !handle.waits());
             *list = kept;
             self.any.store(!list.is_empty(), Ordering::Relaxed);
             due
         };
-        for owed in due {
-            if let Err(error) = owed.destroy(driver) {
-                driver.drop_failed(&owed, error);
+        for handle in due {
+            if let Err(error) = handle.destroy(driver) {
+                driver.drop_failed(&handle, error);
             }
         }
     }

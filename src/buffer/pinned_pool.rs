@@ -1,16 +1,18 @@
-//! Page-locked host memory that is made once and used again and again.
+//! A pool of page-locked host memory.
 
 #![forbid(unsafe_code)]
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use crate::buffer::{DeviceCopy, HostBlock, HostPool, PinnedBuffer, bytes_of};
 use crate::driver::{Context, process};
 use crate::error::{Error, InvalidArgument, RareLog};
 use crate::locks::held::Mutex;
 use crate::resource::Usage;
 use crate::sync::event::EventPools;
+
+use super::element::{DeviceCopy, bytes_of};
+use super::pinned::{HostBlock, PinnedBuffer};
 
 /// The system locks memory in pages of this many bytes.
 const PAGE: usize = 4096;
@@ -93,7 +95,7 @@ impl Default for PinnedConfig {
 #[derive(Clone)]
 pub struct PinnedPool(Arc<Inner>);
 
-struct Inner {
+pub(crate) struct Inner {
     context: Context,
     config: PinnedConfig,
     state: Mutex<State>,
@@ -239,7 +241,7 @@ impl PinnedPool {
             true => self.0.make(pages(bytes)?, self.generation())?,
             false => self.0.free_or_new()?,
         };
-        block.home = Some(Arc::clone(&self.0) as Arc<dyn HostPool>);
+        block.home = Some(Arc::clone(&self.0));
         PinnedBuffer::over(block, len)
     }
 
@@ -298,7 +300,7 @@ impl PinnedPool {
 
     /// The generation, counted from 1.
     pub fn generation(&self) -> u64 {
-        self.0.change(|state| state.generation)
+        self.0.generation()
     }
 }
 
@@ -389,14 +391,15 @@ impl Inner {
         }
         Ok(())
     }
-}
 
-impl HostPool for Inner {
-    fn generation(&self) -> u64 {
+    /// The generation whose blocks copies may use.
+    pub(super) fn generation(&self) -> u64 {
         self.change(|state| state.generation)
     }
 
-    fn take_back(&self, block: HostBlock) {
+    /// Takes back a dropped block with the work that may still use it. Makes no driver call, except to free a block
+    /// that is not kept.
+    pub(super) fn take_back(&self, block: HostBlock) {
         if process::is_forked_child() {
             // A forked child has no pool to return it to.
             return std::mem::forget(block);
