@@ -119,10 +119,7 @@ impl BlockId {
         self.generation
     }
 
-    /// Returns the address of a byte range, if it lies inside the block.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Returns the address of a byte range, if it lies inside the block. Fails with [`Error::OutOfBounds`].
     pub fn range(&self, offset: usize, bytes: usize) -> Result<sys::CUdeviceptr, Error> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(self.ptr + offset as u64),
@@ -191,6 +188,32 @@ impl BlockState {
         match known {
             true => BlockState::Live,
             false => BlockState::Free,
+        }
+    }
+}
+
+/// What work does with a block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Access {
+    /// Reads only.
+    Read,
+    /// Writes, and does not depend on what was there.
+    Write,
+    /// Reads and writes.
+    ReadWrite,
+}
+
+impl Access {
+    /// Whether the block's contents may change.
+    pub fn writes(self) -> bool {
+        self != Access::Read
+    }
+
+    /// The access that covers both.
+    pub fn merge(self, other: Access) -> Access {
+        match self == other {
+            true => self,
+            false => Access::ReadWrite,
         }
     }
 }

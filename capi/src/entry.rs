@@ -13,7 +13,7 @@ use crate::{cualloc_t, handles, message};
 pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => CUALLOC_OK,
-        Ok(Err(failure)) => told(&failure),
+        Ok(Err(failure)) => report(&failure),
         Err(payload) => panicked(payload),
     }
 }
@@ -129,12 +129,12 @@ pub(crate) fn failed(allocator: &Allocator, error: cualloc::Error) -> i32 {
 #[cold]
 #[inline(never)]
 pub(crate) fn null() -> i32 {
-    told(&NULL)
+    report(&NULL)
 }
 
 #[cold]
 #[inline(never)]
-pub(crate) fn told(failure: &Failure) -> i32 {
+pub(crate) fn report(failure: &Failure) -> i32 {
     let code = failure.code();
     // Formatting a foreign error could panic; then only the code is kept.
     let text = || message::set(code, format_args!("{failure}"));

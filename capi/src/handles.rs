@@ -14,8 +14,8 @@ use cualloc::{Allocator, Error};
 
 use crate::barrier;
 use crate::calls::{self, Announced};
+use crate::cualloc_t;
 use crate::results::{CUALLOC_BUSY, CUALLOC_CLOSED, CUALLOC_UNSUPPORTED, Failure, NULL};
-use crate::{cualloc_t, pool_table};
 
 /// The maximum number of allocators that exist at the same time.
 const PLACES: usize = 4096;
@@ -192,8 +192,9 @@ pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
     }
 }
 
-/// Closes an allocator and ends its handle, unless something still uses it.
-pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
+/// Closes an allocator and ends its handle, unless something still uses it. Returns the error of a lost context, in which
+/// case the handle has ended as well.
+pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<Option<Error>, Failure> {
     if calls::inside() {
         let why = "this thread is in another call of this library";
         return Err(Failure::Said(CUALLOC_BUSY, why));
@@ -212,8 +213,7 @@ pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<(), Failure> {
     let place = entered.place;
     drop(entered);
     forget(place, handle as u64)?;
-    pool_table::end_of(handle as u64);
-    lost.map_or(Ok(()), |error| Err(error.into()))
+    Ok(lost)
 }
 
 /// Removes a closed allocator from the table after all calls that found it have ended.

@@ -25,6 +25,7 @@ mod suspend;
 mod tags;
 mod torch;
 mod torch_pools;
+mod torch_text;
 
 use std::ffi::c_char;
 

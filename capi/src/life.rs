@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_void};
 use cualloc::Allocator;
 
 use crate::entry::{call, call_with, give, text, value};
-use crate::{cualloc_options_t, cualloc_t, device, handles, options};
+use crate::{cualloc_options_t, cualloc_t, device, handles, options, pool_table};
 
 /// Returns new, empty options to be freed with cualloc_options_free; null on failure.
 ///
@@ -144,5 +144,9 @@ pub extern "C" fn cualloc_make_current(allocator: *mut cualloc_t) -> i32 {
 /// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_destroy(allocator: *mut cualloc_t) -> i32 {
-    call(|| handles::destroy(allocator))
+    call(|| {
+        let lost = handles::destroy(allocator)?;
+        pool_table::end_of(allocator as u64);
+        lost.map_or(Ok(()), |error| Err(error.into()))
+    })
 }

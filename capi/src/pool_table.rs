@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use cualloc::allocator::{GraphPool, PoolScope, as_predicate, is_in_predicate};
 use cualloc::error::GraphPoolError;
 use cualloc::held::{Locked, Mutex};
 use cualloc::{Allocator, Error, Tag};
 
-use crate::pools::Predicate;
 use crate::results::{CUALLOC_CLOSED, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::{cualloc_pool_t, cualloc_t, handles, options};
 
@@ -198,6 +198,77 @@ pub(crate) fn release(handle: *mut cualloc_pool_t) -> Result<(), Failure> {
             None => Err(GraphPoolError::Released.into()),
         }
     })
+}
+
+/// A predicate supplied by the caller.
+pub(crate) struct Predicate {
+    when: unsafe extern "C" fn(*mut c_void, *mut c_void) -> bool,
+    done: Option<unsafe extern "C" fn(*mut c_void)>,
+    data: *mut c_void,
+    /// Whether the scope was entered, and `done` is therefore called at its end.
+    armed: AtomicBool,
+    /// Whether the predicate must not be called any more.
+    closed: AtomicBool,
+    /// Held for reading by each thread that is in the predicate.
+    calls: RwLock<()>,
+}
+
+// SAFETY: the caller of `cualloc_pool_enter` has promised that both functions and the data may be used from any thread.
+unsafe impl Send for Predicate {}
+// SAFETY: as above.
+unsafe impl Sync for Predicate {}
+
+impl Predicate {
+    pub(crate) fn new(
+        when: unsafe extern "C" fn(*mut c_void, *mut c_void) -> bool,
+        done: Option<unsafe extern "C" fn(*mut c_void)>,
+        data: *mut c_void,
+    ) -> Predicate {
+        Predicate {
+            when,
+            done,
+            data,
+            armed: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            calls: RwLock::new(()),
+        }
+    }
+
+    /// From here on `done` is called at the end of the scope, possibly immediately.
+    pub(crate) fn arm(&self) {
+        self.armed.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn ask(&self, stream: *mut c_void) -> bool {
+        // A scope may be left after its predicate was chosen and before this call.
+        let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
+        let answer = !self.closed.load(Ordering::Acquire) && {
+            // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is called.
+            unsafe { (self.when)(self.data, stream) }
+        };
+        drop(within);
+        answer
+    }
+
+    /// Stops all further calls of the predicate and waits for those in progress. From inside a predicate it does not
+    /// wait: the other threads may be waiting for this one.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        if !is_in_predicate() {
+            drop(self.calls.write());
+        }
+    }
+}
+
+impl Drop for Predicate {
+    fn drop(&mut self) {
+        if self.armed.load(Ordering::Acquire)
+            && let Some(done) = self.done
+        {
+            // SAFETY: as in `ask`; the predicate is no longer used.
+            unsafe { done(self.data) };
+        }
+    }
 }
 
 /// Removes the pools of a destroyed allocator. No call is in progress with it.

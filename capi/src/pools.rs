@@ -1,15 +1,14 @@
 //! Graph pools: memory for stream captures.
 
 use std::ffi::{c_char, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use cualloc::allocator::{Footprint, GraphPool, PoolScope, Scope, is_in_predicate};
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Error};
 
 use crate::entry::{call, give};
-use crate::pool_table::{self, Opened};
+use crate::pool_table::{self, Opened, Predicate};
 use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
 use crate::{cualloc_pool_t, cualloc_t, tags};
@@ -186,14 +185,7 @@ pub(crate) unsafe fn enter(
             }
             CUALLOC_SCOPE_WHEN => match which.when {
                 Some(when) => {
-                    let made = Arc::new(Predicate {
-                        when,
-                        done: which.done,
-                        data: which.data,
-                        armed: AtomicBool::new(false),
-                        closed: AtomicBool::new(false),
-                        calls: RwLock::new(()),
-                    });
+                    let made = Arc::new(Predicate::new(when, which.done, which.data));
                     let asked = Arc::clone(&made);
                     predicate = Some(made);
                     pool.enter(Scope::When(Box::new(move |stream| {
@@ -217,8 +209,7 @@ pub(crate) unsafe fn enter(
     if kept.is_ok()
         && let Some(predicate) = predicate
     {
-        // From here on `done` is called at the end of the scope, possibly immediately.
-        predicate.armed.store(true, Ordering::Release);
+        predicate.arm();
     }
     kept
 }
@@ -235,57 +226,6 @@ unsafe fn enter_stream(
     // SAFETY: the caller's contract; it is used in this call alone.
     let stream = unsafe { Stream::from_raw(allocator.context(), stream.cast()) }?;
     pool.enter(Scope::Stream(&stream))
-}
-
-/// A predicate supplied by the caller.
-pub(crate) struct Predicate {
-    when: unsafe extern "C" fn(*mut c_void, *mut c_void) -> bool,
-    done: cualloc_done_t,
-    data: *mut c_void,
-    /// Whether the scope was entered, and `done` is therefore called at its end.
-    armed: AtomicBool,
-    /// Whether the predicate must not be called any more.
-    closed: AtomicBool,
-    /// Held for reading by each thread that is in the predicate.
-    calls: RwLock<()>,
-}
-
-// SAFETY: the caller of `cualloc_pool_enter` has promised that both functions and the data may be used from any thread.
-unsafe impl Send for Predicate {}
-// SAFETY: as above.
-unsafe impl Sync for Predicate {}
-
-impl Predicate {
-    pub(crate) fn ask(&self, stream: *mut c_void) -> bool {
-        // A scope may be left after its predicate was chosen and before this call.
-        let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
-        let answer = !self.closed.load(Ordering::Acquire) && {
-            // SAFETY: the caller of `cualloc_pool_enter` has promised that it may be called until `done` is called.
-            unsafe { (self.when)(self.data, stream) }
-        };
-        drop(within);
-        answer
-    }
-
-    /// Stops all further calls of the predicate and waits for those in progress. From inside a predicate it does not
-    /// wait: the other threads may be waiting for this one.
-    pub(crate) fn close(&self) {
-        self.closed.store(true, Ordering::Release);
-        if !is_in_predicate() {
-            drop(self.calls.write());
-        }
-    }
-}
-
-impl Drop for Predicate {
-    fn drop(&mut self) {
-        if self.armed.load(Ordering::Acquire)
-            && let Some(done) = self.done
-        {
-            // SAFETY: as in `ask`; the predicate is no longer used.
-            unsafe { done(self.data) };
-        }
-    }
 }
 
 /// Leaves a scope. Blocks allocated through it are not affected. Its predicate is not called any more: this call waits

@@ -6,7 +6,7 @@ use cualloc::Error;
 use cualloc::driver::{DriverError, LoadError};
 use cualloc::error::{ConfigError, GraphPoolError, OutOfMemory};
 
-use crate::torch;
+use crate::torch_text;
 
 /// The call succeeded.
 pub const CUALLOC_OK: i32 = 0;
@@ -80,7 +80,7 @@ impl fmt::Display for Failure {
             }
             Failure::Library(Error::OutOfMemory(error)) => f.write_str(&error.report()),
             Failure::Library(error) => error.fmt(f),
-            Failure::Torch(error) => torch::write(error, f),
+            Failure::Torch(error) => torch_text::write(error, f),
             Failure::Io(error) => write!(f, "the recording cannot be written: {error}"),
         }
     }

@@ -11,9 +11,7 @@ use std::io::Read;
 
 struct Made {
     bytes: Vec<u8>,
-    /// The instant whose live memory is summed up.
     sums_at: Option<Moment>,
-    /// Why the export is empty.
     empty: Option<String>,
     /// What the file lacks; reported when the file was read.
     lacks: Vec<String>,
@@ -88,7 +86,6 @@ fn made(format: FormatChoice, recording: &Recording) -> Made {
     }
 }
 
-/// Returns why an export shows no memory; none if it shows some.
 fn why_empty(profile: &Profile, is_profile: bool, sampling: u64) -> Option<String> {
     let Some(Moment { live, .. }) = profile.moment() else {
         return Some("the recording has no allocation".to_owned());

@@ -101,7 +101,6 @@ fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
     Ok(true)
 }
 
-/// Writes a trace and returns its requested peak.
 fn write(rows: &mut Rows<'_>, writer: &mut dyn Write) -> io::Result<u64> {
     writeln!(writer, "{}", Trace::HEADER)?;
     while let Some(row) = rows.next() {

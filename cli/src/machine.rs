@@ -7,7 +7,6 @@ use cualloc::driver::{Context, Device, Driver, DriverError, LoadError};
 use cualloc::error::ConfigError;
 use cualloc::sim::{Mode, SimConfig, Simulator};
 
-/// A device is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     #[error("--device cuda cannot be had: {}", load_messages(.0).join(": "))]
@@ -20,7 +19,6 @@ pub enum MachineError {
     Simulator(#[source] ConfigError),
 }
 
-/// The device to run on.
 pub enum Machine {
     Cuda(Device),
     Simulated { memory: u64 },
@@ -63,7 +61,6 @@ impl Machine {
         driver.device(0).map_err(MachineError::Driver)
     }
 
-    /// Returns the size of the device's memory in bytes.
     pub fn memory(&self) -> Result<u64, MachineError> {
         match self {
             Machine::Cuda(device) => device.total_memory().map_err(MachineError::Driver),
@@ -71,7 +68,6 @@ impl Machine {
         }
     }
 
-    /// Returns the name of the device as an argument of `--device`.
     pub fn name(&self) -> &'static str {
         match self {
             Machine::Cuda(_) => "cuda",
@@ -142,7 +138,6 @@ pub fn load_messages(error: &LoadError) -> Vec<String> {
     }
 }
 
-/// Creates a simulator with one device.
 pub fn simulator(memory: u64) -> Result<Simulator, MachineError> {
     let config = SimConfig {
         // A measured driver waits in frees, and the cost model assumes this.

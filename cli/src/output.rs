@@ -17,7 +17,6 @@ const BAR_NAME: usize = 24;
 /// Writes results and notes. Every line is flushed, so that a reader sees it immediately.
 pub struct Output {
     stdout: Stdout,
-    /// Whether results are JSON objects.
     pub json: bool,
     pub quiet: bool,
     /// Whether the table header was written.
@@ -120,7 +119,6 @@ impl Output {
         self.json(&object)
     }
 
-    /// A progress bar on stderr, drawn only on a terminal.
     pub fn progress(&self, length: u64, name: &str) -> ProgressBar {
         let template = "{prefix} {wide_bar} {percent:>3}% {elapsed}";
         self.bar(ProgressBar::new(length), template, name)
@@ -155,13 +153,11 @@ pub fn width() -> Option<usize> {
     columns.filter(|columns| *columns > 0).or_else(width)
 }
 
-/// Writes a message to stderr, ignoring a closed reader.
 fn complain(kind: StyledObject<&str>, text: &str) {
     let lines = Vec::from_iter(text.lines().map(text::visible));
     let _ = writeln!(io::stderr(), "{kind}: {}", lines.join("\n    "));
 }
 
-/// Writes an error to stderr.
 pub fn error(text: &str) {
     complain(style("error").for_stderr().red().bold(), text);
 }

@@ -212,14 +212,12 @@ fn pass_object(pass: &Pass) -> Value {
     object
 }
 
-/// A fault of a replay, and the line of its file.
 pub struct Fault {
     line: Option<u64>,
     pub text: String,
 }
 
 impl Fault {
-    /// Creates a fault without a line.
     pub fn new(text: String) -> Fault {
         Fault { line: None, text }
     }
@@ -273,7 +271,6 @@ pub fn texts(faults: &[Fault]) -> Vec<String> {
     faults.iter().map(|fault| fault.text.clone()).collect()
 }
 
-/// Writes the faults of a file to stderr.
 pub fn complain(path: &Path, faults: &[Fault]) {
     for Fault { line, text } in faults {
         let place = text::place(path, input::STDIN, *line);

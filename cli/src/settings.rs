@@ -7,7 +7,6 @@ use crate::size::Limit;
 use cualloc::allocator::{CONFIG_VARIABLE, Config, Policy};
 use cualloc::trace::{Replay, Trace};
 
-/// The settings of the environment with the options applied.
 pub struct Settings {
     config: Config,
     /// The text of the variable.
@@ -40,7 +39,6 @@ impl Settings {
         })
     }
 
-    /// Returns the limit set by the environment.
     pub fn limit(&self) -> Option<Limit> {
         self.config.limit.map(Limit::Of)
     }
@@ -55,7 +53,6 @@ impl Settings {
         &self.config
     }
 
-    /// Creates a replay of a trace with these settings and a limit.
     pub fn replay<'a>(
         &self,
         trace: &'a Trace,

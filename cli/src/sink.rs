@@ -5,7 +5,6 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-/// The name of stdout in messages.
 pub const STDOUT: &str = "<stdout>";
 
 /// Calls `fill` to write the file with this name; `-` is stdout. A regular file, also behind a link, is replaced once

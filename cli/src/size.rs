@@ -11,7 +11,6 @@ const UNITS: [(&str, u64); 4] = [
     ("KiB", 1 << 10),
 ];
 
-/// A number of bytes above 0.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Debug)]
 pub struct Size(pub u64);
 
@@ -49,7 +48,6 @@ pub fn live(text: &str) -> Result<Size, String> {
     }
 }
 
-/// A memory limit as written on the command line.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Limit {
     /// Bytes, or a share of the device's memory.

@@ -31,7 +31,6 @@ impl Column {
     }
 }
 
-/// The content of a cell.
 pub struct Cell {
     text: String,
     good: Option<bool>,
@@ -128,7 +127,6 @@ impl Table {
         shown.sum::<usize>() + gaps
     }
 
-    /// Returns the number of columns left out.
     pub fn left_out(&self) -> usize {
         self.widths.iter().filter(|width| width.is_none()).count()
     }

@@ -25,7 +25,6 @@ pub fn file(path: &Path, standard: &str) -> String {
     }
 }
 
-/// Returns a file, named as by [`file()`], with its line.
 pub fn place(path: &Path, standard: &str, line: Option<u64>) -> String {
     let file = file(path, standard);
     line.map_or(file.clone(), |line| format!("{file}:{line}"))

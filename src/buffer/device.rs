@@ -132,9 +132,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// Allocates elements that all have one value. Returns before the memory is written, like [`zeroed`](Self::zeroed).
-    ///
-    /// # Errors
-    /// As [`zeroed`](Self::zeroed).
+    /// Fails like [`zeroed`](Self::zeroed).
     pub fn filled(from: &impl Source, len: usize, value: T, stream: &Stream) -> Result<Self, Error>
     where
         T: FillValue,
@@ -145,10 +143,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// Allocates a copy of a slice. Waits until the copy is done.
-    ///
-    /// # Errors
-    /// As [`zeroed`](Self::zeroed).
+    /// Allocates a copy of a slice. Waits until the copy is done. Fails like [`zeroed`](Self::zeroed).
     pub fn from_slice(from: &impl Source, values: &[T], stream: &Stream) -> Result<Self, Error> {
         // SAFETY: all elements are written before any other use of the buffer.
         let mut buffer = unsafe { Self::uninit(from, values.len(), stream)?.assume_init() };
@@ -370,10 +365,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// Records that another stream has used the buffer for the last time: reuse waits only for the work submitted to
-    /// that stream so far.
-    ///
-    /// # Errors
-    /// As [`record_stream`](Self::record_stream).
+    /// that stream so far. Fails like [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         self.with(|memory| memory.record(stream, true))
     }
@@ -398,18 +390,12 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         unsafe { DeviceSliceMut::new(self.as_slice()) }
     }
 
-    /// Returns a part of it, for reading.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Returns a part of it, for reading. Fails with [`Error::OutOfBounds`].
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'_, T>, Error> {
         self.as_slice().slice(range)
     }
 
-    /// Returns a part of it, for writing.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Returns a part of it, for writing. Fails with [`Error::OutOfBounds`].
     pub fn slice_mut(
         &mut self,
         range: impl RangeBounds<usize>,
@@ -420,33 +406,21 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// [`DeviceSliceMut::copy_from_slice`] to the whole buffer: waits.
-    ///
-    /// # Errors
-    /// As there.
     pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), Error> {
         self.as_mut_slice().copy_from_slice(source)
     }
 
     /// [`DeviceSlice::copy_to_slice`] of the whole buffer: waits.
-    ///
-    /// # Errors
-    /// As there.
     pub fn copy_to_slice(&self, target: &mut [T]) -> Result<(), Error> {
         self.as_slice().copy_to_slice(target)
     }
 
     /// [`DeviceSlice::to_vec`] of the whole buffer: waits.
-    ///
-    /// # Errors
-    /// As there.
     pub fn to_vec(&self) -> Result<Vec<T>, Error> {
         self.as_slice().to_vec()
     }
 
     /// [`DeviceSliceMut::upload`] to the whole buffer: does not wait.
-    ///
-    /// # Errors
-    /// As there.
     pub fn upload(
         &mut self,
         host: PinnedBuffer<T>,
@@ -456,9 +430,6 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// [`DeviceSlice::download`] of the whole buffer: does not wait.
-    ///
-    /// # Errors
-    /// As there.
     pub fn download(
         &self,
         host: impl Into<PinnedBuffer<MaybeUninit<T>>>,
@@ -468,17 +439,11 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
     }
 
     /// [`DeviceSliceMut::copy_from`] to the whole buffer: does not wait.
-    ///
-    /// # Errors
-    /// As there.
     pub fn copy_from(&mut self, source: &DeviceSlice<'_, T>, stream: &Stream) -> Result<(), Error> {
         self.as_mut_slice().copy_from(source, stream)
     }
 
     /// [`DeviceSliceMut::fill`] of the whole buffer: does not wait.
-    ///
-    /// # Errors
-    /// As there.
     pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), Error>
     where
         T: FillValue,

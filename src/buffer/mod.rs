@@ -60,6 +60,7 @@
 mod device;
 mod element;
 mod flight;
+mod host;
 mod order;
 mod owner;
 mod pinned;
@@ -75,6 +76,6 @@ pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;
 pub use slice::{DeviceSlice, DeviceSliceMut};
 
+pub(crate) use host::HostBlock;
 pub(crate) use order::Memory;
 pub(crate) use owner::{Foreign, Owner};
-pub(crate) use pinned::HostBlock;

@@ -1,216 +1,17 @@
-//! Page-locked host memory, and the work that may still use it.
+//! Buffers of page-locked host memory.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::Arc;
 
-use crate::driver::kept_stream::KeptStream;
-use crate::driver::{Context, DriverError, HostAllocation, HostMemory, Stream, process};
+use crate::driver::{Context, Stream};
 use crate::error::{Error, InvalidArgument, Refused};
 use crate::sync::capture;
-use crate::sync::event::{EventPools, Pooled};
-use crate::sync::order::{wait, wait_for};
+use crate::sync::event::EventPools;
 
 use super::element::{DeviceCopy, bytes_of, check_aligned};
-use super::pinned_pool::Inner;
-
-/// Page-locked memory. Dropping it returns it to its pool; without a pool it is freed after the work that uses it.
-pub(crate) struct HostBlock {
-    /// None if there are no bytes.
-    memory: Option<HostAllocation>,
-    /// The work not known to be complete.
-    uses: Vec<Use>,
-    /// Why the end of a use is unknown and cannot be waited for: the memory is never used again.
-    lost: Option<DriverError>,
-    events: EventPools,
-    /// The pool that it returns to.
-    pub home: Option<Arc<Inner>>,
-    /// The generation of the pool that created it; 0 without a pool.
-    pub generation: u64,
-}
-
-struct Use {
-    end: Pooled,
-    stream: KeptStream,
-}
-
-impl HostBlock {
-    /// Allocates uninitialised memory for all contexts.
-    pub fn new(context: &Context, bytes: usize, events: EventPools) -> Result<Self, Error> {
-        let how = HostMemory {
-            portable: true,
-            ..HostMemory::default()
-        };
-        let memory = match bytes {
-            0 => None,
-            bytes => Some(context.enter()?.host_allocation(bytes, how)?),
-        };
-        Ok(HostBlock {
-            memory,
-            uses: Vec::new(),
-            lost: None,
-            events,
-            home: None,
-            generation: 0,
-        })
-    }
-
-    pub fn bytes(&self) -> usize {
-        self.memory.as_ref().map_or(0, HostAllocation::bytes)
-    }
-
-    /// Returns the context that it was allocated in; none if there are no bytes.
-    pub fn context(&self) -> Option<&Context> {
-        self.memory.as_ref().map(HostAllocation::context)
-    }
-
-    /// Returns the events for ordering its uses.
-    pub fn events(&self) -> &EventPools {
-        &self.events
-    }
-
-    /// Whether work that is not known to be complete may use it.
-    pub fn is_busy(&self) -> bool {
-        self.is_lost() || !self.uses.is_empty()
-    }
-
-    /// Whether the end of its last use can never be determined.
-    pub fn is_lost(&self) -> bool {
-        self.lost.is_some()
-    }
-
-    fn seen(&self) -> Result<(), Error> {
-        match self.lost {
-            None => Ok(()),
-            Some(error) if error.is_fatal() => Err(error.into()),
-            Some(error) => Err(Error::Unseen(error)),
-        }
-    }
-
-    /// Removes completed work; returns whether all is complete. Does not wait.
-    pub fn look(&mut self) -> Result<bool, Error> {
-        self.seen()?;
-        let mut failure = None;
-        self.uses.retain(|work| match work.end.is_complete() {
-            Ok(over) => !over,
-            Err(error) => {
-                failure = Some(error);
-                true
-            }
-        });
-        match failure {
-            None => Ok(self.uses.is_empty()),
-            Some(error) => {
-                // After the loss of a context it is unknown what the device does. Any other failure concerns only this
-                // query, which can be repeated.
-                self.lost = Some(error).filter(DriverError::is_fatal);
-                Err(error.into())
-            }
-        }
-    }
-
-    /// Whether all work is complete; removes none.
-    pub fn is_idle(&self) -> Result<bool, Error> {
-        self.seen()?;
-        for work in &self.uses {
-            if !work.end.is_complete()? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    /// Waits for all work, on the host.
-    pub fn wait(&mut self) -> Result<(), Error> {
-        self.seen()?;
-        for work in &self.uses {
-            wait_for(&work.end, &work.stream)?;
-        }
-        self.uses.clear();
-        Ok(())
-    }
-
-    /// Records that all work submitted to `stream` so far may use the memory. If its end cannot be marked, the host
-    /// waits for it; if that fails, too, the memory is lost.
-    ///
-    /// # Errors
-    /// Those of recording the marker.
-    pub fn used_by(&mut self, stream: &Stream, events: &EventPools) -> Result<(), DriverError> {
-        let marked = events.record(stream).map(|end| Use {
-            end,
-            stream: KeptStream::new(stream),
-        });
-        match marked {
-            Ok(work) => self.uses.push(work),
-            Err(error) => {
-                self.lost = wait(stream, events).is_err().then_some(error);
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// Marks the memory as lost: the end of work that uses it cannot be determined.
-    pub fn lose(&mut self, error: DriverError) {
-        self.lost = Some(error);
-    }
-
-    /// Removes all uses, whose end was observed elsewhere.
-    pub fn used_no_more(&mut self) {
-        self.uses.clear();
-    }
-
-    /// Iterates over the streams whose work may use it, each with the end of that work.
-    pub fn uses(&self) -> impl Iterator<Item = (&Pooled, &Stream)> {
-        self.uses
-            .iter()
-            .map(|work| (&work.end, work.stream.stream()))
-    }
-
-    /// Rejects memory of an earlier generation of its pool, and memory that other work may use.
-    pub fn ready(&mut self) -> Result<(), Error> {
-        let have = self.generation;
-        match self.home.as_ref().map(|pool| pool.generation()) {
-            Some(current) if current != have => Err(Error::Stale { have, current }),
-            _ => self.free_to_write(),
-        }
-    }
-
-    fn free_to_write(&mut self) -> Result<(), Error> {
-        match self.look()? {
-            true => Ok(()),
-            false => Err(Error::InFlight),
-        }
-    }
-}
-
-impl Drop for HostBlock {
-    fn drop(&mut self) {
-        if let Some(pool) = self.home.take() {
-            return pool.take_back(HostBlock {
-                memory: self.memory.take(),
-                uses: std::mem::take(&mut self.uses),
-                lost: self.lost,
-                events: self.events.clone(),
-                home: None,
-                generation: self.generation,
-            });
-        }
-        let Some(memory) = &self.memory else { return };
-        if !self.is_busy() || memory.context().driver().drops_nothing() {
-            return;
-        }
-        if let Err(error) = self.wait() {
-            // A logger has locks, which in a forked child a thread that does not exist there may hold.
-            if !process::is_forked_child() {
-                log::warn!("leaking page-locked memory: {error}");
-            }
-            std::mem::forget(self.memory.take());
-        }
-    }
-}
+use super::host::HostBlock;
 
 /// A buffer of page-locked host memory, which devices access directly. Use it as a slice.
 ///
@@ -235,10 +36,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         PinnedBuffer::over(block, len)
     }
 
-    /// Allocates `len` elements, all bytes zero.
-    ///
-    /// # Errors
-    /// As [`uninit`](Self::uninit).
+    /// Allocates `len` elements, all bytes zero. Fails like [`uninit`](Self::uninit).
     pub fn zeroed(context: &Context, len: usize) -> Result<Self, Error> {
         let mut buffer = Self::uninit(context, len)?;
         buffer.fill(MaybeUninit::zeroed());
@@ -246,10 +44,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
         Ok(unsafe { buffer.assume_init() })
     }
 
-    /// Allocates a copy of a slice.
-    ///
-    /// # Errors
-    /// As [`uninit`](Self::uninit).
+    /// Allocates a copy of a slice. Fails like [`uninit`](Self::uninit).
     pub fn from_slice(context: &Context, values: &[T]) -> Result<Self, Error> {
         Ok(Self::uninit(context, values.len())?.write(values)?)
     }
@@ -284,7 +79,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
     /// never used again.
     pub fn record_use(&mut self, stream: &Stream) -> Result<(), Error> {
         capture::refuse_capture(stream)?;
-        let events = self.block.events.clone();
+        let events = self.block.events().clone();
         Ok(self.block.used_by(stream, &events)?)
     }
 

@@ -72,10 +72,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         self.ptr
     }
 
-    /// Returns a part of it.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Returns a part of it. Fails with [`Error::OutOfBounds`].
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<DeviceSlice<'a, T>, Error> {
         let (start, end) = resolve(range, self.len)?;
         let offset = (start * size_of::<T>()) as u64;
@@ -86,10 +83,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         ))
     }
 
-    /// Splits it into the elements before `middle`, and the rest.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Splits it into the elements before `middle`, and the rest. Fails with [`Error::OutOfBounds`].
     pub fn split_at(&self, middle: usize) -> Result<(Self, Self), Error> {
         Ok((self.slice(..middle)?, self.slice(middle..)?))
     }
@@ -194,13 +188,6 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     ///
     /// Borrowed host memory cannot be passed, since the borrow may end before the copy does:
     ///
-    /// ```
-    /// # use cualloc::*;
-    /// # use cualloc::driver::Stream;
-    /// fn good(b: &DeviceBuffer<u32>, host: PinnedBuffer<u32>, stream: &Stream) {
-    ///     let _ = b.as_slice().download(host, stream);
-    /// }
-    /// ```
     /// ```compile_fail,E0308
     /// # use cualloc::*;
     /// # use cualloc::driver::Stream;
@@ -302,10 +289,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         unsafe { DeviceSliceMut::new(self.part) }
     }
 
-    /// Returns a part of it.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Returns a part of it. Fails with [`Error::OutOfBounds`].
     pub fn slice_mut(
         &mut self,
         range: impl RangeBounds<usize>,
@@ -315,10 +299,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 
-    /// Splits it into the elements before `middle`, and the rest.
-    ///
-    /// # Errors
-    /// [`Error::OutOfBounds`].
+    /// Splits it into the elements before `middle`, and the rest. Fails with [`Error::OutOfBounds`].
     pub fn split_at_mut(self, middle: usize) -> Result<(Self, Self), Error> {
         let (head, tail) = self.part.split_at(middle)?;
         // SAFETY: they do not overlap, and this one ends here.
@@ -334,10 +315,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         unsafe { DeviceSliceMut::new(self.part.as_bytes()) }
     }
 
-    /// Returns the same memory as elements of another type.
-    ///
-    /// # Errors
-    /// As [`DeviceSlice::cast`].
+    /// Returns the same memory as elements of another type. Fails like [`DeviceSlice::cast`].
     pub fn cast_mut<U: Pod>(&mut self) -> Result<DeviceSliceMut<'_, U>, Error>
     where
         T: Pod,
@@ -347,10 +325,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 
-    /// Copies from the host, and waits until it is done. Runs on the buffer's stream.
-    ///
-    /// # Errors
-    /// As [`DeviceSlice::copy_to_slice`].
+    /// Copies from the host, and waits until it is done. Runs on the buffer's stream. Fails like
+    /// [`DeviceSlice::copy_to_slice`].
     pub fn copy_from_slice(&mut self, source: &[T]) -> Result<(), Error> {
         self.part.matches(source.len())?;
         let Some(memory) = self.part.work() else {
@@ -380,13 +356,6 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// Starts a copy from page-locked host memory on `stream`, ordered after all earlier operations on the buffer and
     /// before all later ones. The result owns the host memory until the copy is complete.
     ///
-    /// ```
-    /// # use cualloc::*;
-    /// # use cualloc::driver::Stream;
-    /// fn good(b: &mut DeviceBuffer<u32>, host: PinnedBuffer<u32>, stream: &Stream) {
-    ///     let _ = b.as_mut_slice().upload(host, stream);
-    /// }
-    /// ```
     /// ```compile_fail,E0308
     /// # use cualloc::*;
     /// # use cualloc::driver::Stream;
@@ -474,10 +443,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     }
 
     /// Sets every element to `value` on `stream`, ordered like [`copy_from`](Self::copy_from); returns before it is
-    /// done.
-    ///
-    /// # Errors
-    /// As [`copy_from`](Self::copy_from).
+    /// done. Fails like [`copy_from`](Self::copy_from).
     pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), Error>
     where
         T: FillValue,
@@ -486,9 +452,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     }
 
     /// Sets every byte to zero on `stream`, ordered like [`copy_from`](Self::copy_from); returns before it is done.
-    ///
-    /// # Errors
-    /// As [`copy_from`](Self::copy_from).
+    /// Fails like [`copy_from`](Self::copy_from).
     pub fn set_zero(&mut self, stream: &Stream) -> Result<(), Error> {
         self.fill_with(Pattern::Byte(0), stream)
     }

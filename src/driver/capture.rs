@@ -157,10 +157,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Starts capturing the stream; the capture ends when the result is dropped.
-    ///
-    /// # Errors
-    /// As [`Stream::begin_capture`].
+    /// Starts capturing the stream; the capture ends when the result is dropped. Fails like [`Stream::begin_capture`].
     pub fn capture(&self, mode: CUstreamCaptureMode) -> Result<Capture<'_>, DriverError> {
         self.begin_capture(mode)?;
         Ok(Capture { stream: Some(self) })

@@ -403,10 +403,8 @@ fn exchange_mode(driver: &Driver, mode: &mut CUstreamCaptureMode) -> Result<(), 
 }
 
 impl Driver {
-    /// Returns the primary context of the device with this number ([`Context::primary`]).
-    ///
-    /// # Errors
-    /// As for [`device`](Self::device).
+    /// Returns the primary context of the device with this number ([`Context::primary`]). Fails like
+    /// [`device`](Self::device).
     pub fn context(&self, ordinal: usize) -> Result<Context, DriverError> {
         Context::primary(&self.device(ordinal)?)
     }
@@ -466,8 +464,14 @@ impl Drop for Switched<'_> {
 
 /// A context that is current on this thread, whatever the thread's stream capture mode.
 pub(crate) struct Current<'a> {
-    pub(super) driver: &'a Driver,
+    driver: &'a Driver,
     _switched: Option<Switched<'a>>,
+}
+
+impl<'a> Current<'a> {
+    pub(super) fn driver(&self) -> &'a Driver {
+        self.driver
+    }
 }
 
 /// A context that is current on this thread, with the thread's stream capture mode relaxed, for direct driver calls

@@ -129,29 +129,12 @@ impl Entered<'_> {
 }
 
 impl Current<'_> {
-    /// As [`Entered::record`].
-    ///
-    /// # Safety
-    /// As for [`Entered::record`].
-    pub(crate) unsafe fn record(
-        &self,
-        event: &Event,
-        stream: sys::CUstream,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        unsafe { call!(self.driver, cuEventRecord(event.raw, stream)) }
-    }
+    thin! {
+        /// As [`Entered::record`].
+        pub(crate) unsafe fn record(&self, event: &Event, stream: sys::CUstream) = cuEventRecord(event.raw, stream);
 
-    /// As [`Entered::stream_wait`].
-    ///
-    /// # Safety
-    /// As for [`Entered::stream_wait`].
-    pub(crate) unsafe fn stream_wait(
-        &self,
-        stream: sys::CUstream,
-        event: &Event,
-    ) -> Result<(), DriverError> {
-        // SAFETY: the event is alive, and the caller vouches for the stream.
-        unsafe { call!(self.driver, cuStreamWaitEvent(stream, event.raw, 0)) }
+        /// As [`Entered::stream_wait`].
+        pub(crate) unsafe fn stream_wait(&self, stream: sys::CUstream, event: &Event)
+            = cuStreamWaitEvent(stream, event.raw, 0);
     }
 }

@@ -186,13 +186,10 @@ impl Entered<'_> {
     }
 
     thin! {
-        /// Launches a kernel on `stream`, with one pointer to each parameter's value, all read before the call returns.
+        /// [`Function::launch`] on a raw stream, with one pointer to each parameter's value.
         ///
         /// # Safety
-        /// `stream` must be valid as for [`Entered::record`]; the function must belong to the current context;
-        /// `parameters` must point to values that match the number and types of the kernel's parameters; memory that
-        /// the kernel accesses must stay valid until it has completed, without conflicting accesses. The context must
-        /// outlive the launch with the function's module loaded.
+        /// As for [`Function::launch`]; `stream` must be valid as for [`Entered::record`].
         pub unsafe fn launch(
             &self, function: &Function, grid: [u32; 3], block: [u32; 3], shared_bytes: u32, stream: CUstream,
             parameters: &mut [*mut c_void]

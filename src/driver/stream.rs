@@ -317,10 +317,8 @@ impl Stream {
         unsafe { entered.stream_wait(self.0.raw, event) }
     }
 
-    /// Makes all work submitted to the stream from now on wait for all work submitted to `other` so far.
-    ///
-    /// # Errors
-    /// As for [`wait`](Self::wait).
+    /// Makes all work submitted to the stream from now on wait for all work submitted to `other` so far. Fails like
+    /// [`wait`](Self::wait).
     pub fn wait_for(&self, other: &Stream) -> Result<(), DriverError> {
         let event = Event::new(&other.0.context)?;
         event.record(other)?;

@@ -162,7 +162,7 @@ mod imp {
     }
 
     pub(super) fn unmap(base: *mut u8, bytes: usize) {
-        // SAFETY: the mapping is ours, and nobody has a ring in it any more.
+        // SAFETY: the mapping is ours, and no ring in it is used any more.
         let code = unsafe { munmap(base.cast(), bytes) };
         debug_assert_eq!(code, 0);
     }

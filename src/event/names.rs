@@ -116,21 +116,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_keeps_its_number_and_a_thread_its_context() {
-        let first = number_of("names: first");
-        assert_ne!(first, 0);
-        assert_eq!(number_of("names: first"), first);
-        assert_ne!(number_of("names: second"), first);
-        assert_eq!(set_context(first), 0);
-        assert_eq!(context(), first);
-        std::thread::scope(|scope| {
-            scope.spawn(|| assert_eq!(context(), 0));
-        });
-        assert_eq!(set_context(u32::MAX), first);
-        assert_eq!(set_context(0), 0);
-    }
-
-    #[test]
     fn the_inner_end_of_a_name_that_is_too_long_is_kept() {
         let long = |count: usize| "ä".repeat(count / 2);
         for (name, kept) in [

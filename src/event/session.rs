@@ -274,7 +274,7 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     }
     let ring = session.and_then(|session| session.ring_for(apart.len() + held.len()));
     if ring.is_some() {
-        let mut writer = Writer::new(ring, Whose::NOBODY);
+        let mut writer = Writer::new(ring, Whose::NONE);
         for event in apart.iter().chain(held) {
             writer.push(event.at_time(ticks, 0));
         }

@@ -70,8 +70,7 @@ const UNSET: u64 = u64::MAX;
 /// # use cualloc::{Allocator, Config, driver::Stream};
 /// use cualloc::exchange::{DType, Schema, Table};
 ///
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = Stream::new(&context)?;
 /// let schema = Schema::new([("key", DType::U32), ("value", DType::F64)]);
@@ -142,10 +141,7 @@ impl Table {
         })
     }
 
-    /// Creates an empty table with room for `capacity` rows. Does not wait.
-    ///
-    /// # Errors
-    /// As for [`Tensor::zeroed`].
+    /// Creates an empty table with room for `capacity` rows. Does not wait. Fails like [`Tensor::zeroed`].
     pub fn with_capacity(
         from: &impl Source,
         schema: Schema,

@@ -17,12 +17,11 @@ pub(super) struct Inner {
     pub context: Context,
     pub pool: MemoryPool,
     pub maximum: Option<u64>,
-    /// Blocks that are live and calls that are under way; [`DESTROYED`] once it is over.
+    /// The number of live blocks and of calls in progress; [`DESTROYED`] after the destruction.
     pub users: AtomicU64,
     /// The number of this pool as a source of blocks.
     pub source: u64,
     blocks: Mutex<Blocks>,
-    /// Events that may be recorded again.
     events: EventPools,
     log: RareLog,
 }
@@ -30,14 +29,12 @@ pub(super) struct Inner {
 #[derive(Default)]
 struct Blocks {
     live: HashMap<BlockId, Block>,
-    /// Of live blocks, and of blocks that are kept until they can be freed.
+    /// The figures of blocks that are live, or kept until they can be freed.
     usage: Usage,
 }
 
-/// A live allocation.
 pub(super) struct Block {
     id: BlockId,
-    /// The stream that it was allocated on.
     home: Stream,
     /// Other streams that use it until it is freed.
     users: Vec<Point>,
@@ -74,30 +71,24 @@ impl Inner {
         entered.map(|_| Use(self)).map_err(|_| Error::Closed)
     }
 
-    pub fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, Error> {
-        Ok(self.pool.get(attribute)?)
-    }
-
-    /// The memory at an address was freed by other means than its block.
+    /// Removes the block of memory that was freed by its address.
     pub fn forget(&self, ptr: sys::CUdeviceptr) {
-        let gone = (self.blocks().live)
-            .extract_if(|id, _| id.ptr() == ptr)
-            .collect::<Vec<_>>();
-        gone.iter().for_each(|(id, _)| self.left(id));
+        let mut blocks = self.blocks();
+        let gone: Vec<_> = (blocks.live).extract_if(|id, _| id.ptr() == ptr).collect();
+        drop(blocks);
+        gone.iter().for_each(|(id, _)| self.count_free(id));
     }
 
     fn blocks(&self) -> Locked<'_, Blocks> {
         process::lock(&self.blocks)
     }
 
-    /// Changes what is known of a live block.
     fn with<T>(&self, id: &BlockId, change: impl FnOnce(&mut Block) -> T) -> Result<T, Error> {
         let mut blocks = self.blocks();
         let block = blocks.live.get_mut(id);
         block.map(change).ok_or_else(|| id.gone())
     }
 
-    /// The number of blocks and their requested bytes.
     pub fn usage(&self) -> Usage {
         self.blocks().usage
     }
@@ -110,8 +101,7 @@ impl Inner {
         self.blocks().live.contains_key(id)
     }
 
-    /// Enters memory that was allocated by a call under way, in the order of a stream. The block is a user of the pool
-    /// from then on.
+    /// Adds a block of memory that the call allocated. The block replaces the call as a user of the pool.
     pub fn hand_out(
         &self,
         call: Use<'_>,
@@ -129,7 +119,7 @@ impl Inner {
         id
     }
 
-    /// Takes a block back, and frees it by `free`. After an error it is live still.
+    /// Frees a block by `free`. After an error it is still live.
     pub fn take_back(
         &self,
         id: &BlockId,
@@ -140,7 +130,7 @@ impl Inner {
         free(self, &block).inspect_err(|_| drop(self.blocks().live.insert(*id, block)))
     }
 
-    /// Makes the block's own stream wait for the work of another one so far.
+    /// Makes the block's own stream wait for the work of another stream so far.
     pub fn record_use(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         let home = self.with(id, |block| block.home.clone())?;
         super::admit(stream, &self.context)?;
@@ -148,13 +138,12 @@ impl Inner {
             return Ok(());
         }
         if home.own_id() != id.stream_id() || capture::is_capturing(&home)? {
-            // No wait can be queued on its own stream now.
+            // No wait can be queued on the block's own stream now.
             return self.record_stream(id, stream);
         }
         Ok(order::order(stream, &home, &self.events)?)
     }
 
-    /// Another stream uses the block until it is freed.
     pub fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         super::admit(stream, &self.context)?;
         self.with(id, |block| {
@@ -164,18 +153,17 @@ impl Inner {
         })
     }
 
-    /// A block is gone.
-    fn left(&self, id: &BlockId) {
+    fn count_free(&self, id: &BlockId) {
         self.blocks().usage.sub(id.bytes() as u64);
         self.users.fetch_sub(1, Ordering::Release);
     }
 
-    /// Frees a block behind all uses of it.
+    /// Frees a block after all its uses.
     pub fn free(&self, block: &Block) -> Result<(), Error> {
         let home = &block.home;
         capture::refuse_capture(home)?;
         if home.own_id() != block.id.stream_id() {
-            // Another thread's default stream has no name here: this thread waits for its context.
+            // The default stream of another thread has no handle here, so the host waits for its context.
             wait_unless_capturing(home.context())?;
         }
         for user in &block.users {
@@ -184,17 +172,16 @@ impl Inner {
         self.give_back(block)
     }
 
-    /// Frees a block of which nothing but its own stream may still use the memory.
+    /// Frees a block that only work on its own stream may still use.
     pub fn give_back(&self, block: &Block) -> Result<(), Error> {
-        // SAFETY: the stream is alive by the contract under which it was made; all other uses of the
-        // memory come before this, on it or by the waits of `free`.
+        // SAFETY: the stream is alive by the contract under which it was made; all uses are ordered before this.
         unsafe { self.free_on(block.id.ptr(), &block.home) }?;
-        self.left(&block.id);
+        self.count_free(&block.id);
         Ok(())
     }
 
-    /// Frees memory in the order of a stream. It is live still after an error, since the stream captures or the
-    /// context is lost. After any other one the driver may have freed it, so that it counts as freed.
+    /// Frees memory in the order of a stream. After an error (the stream captures, or the context is lost) it is still
+    /// live. After any other driver error it counts as freed, since the driver may have freed it.
     ///
     /// # Safety
     /// The stream is live; the memory is, too, and other uses of it come before on that stream.
@@ -209,7 +196,7 @@ impl Inner {
             {
                 if let Some(count) = self.log.due() {
                     log::warn!(
-                        "memory at {ptr:#x} of a driver's pool may be lost ({count} such events): {error}"
+                        "memory at {ptr:#x} of a driver pool may be lost (occurrence {count}): {error}"
                     );
                 }
                 Ok(())

@@ -1,4 +1,4 @@
-//! The driver's own stream-ordered pools, as one pool among others.
+//! The driver's own stream-ordered pools.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,24 +22,22 @@ use sys::CUmemPool_attribute as A;
 /// Opportunistic reuse can hand out memory in use on drivers before this version.
 const SAFE_OPPORTUNISTIC: u32 = 11_050;
 
-/// What is logged of a block that is freed later.
 const LATER: &str = "deferring the free of a block of a driver pool";
 
-/// A pool of the driver (`cuMemPool*`), for comparison with ours and for sharing with code that uses such pools. It is a
-/// [`MemoryResource`]: typed memory of it is a [`DeviceBuffer`](crate::DeviceBuffer).
+/// A pool of the driver (`cuMemPool*`) as a [`MemoryResource`], for comparison and for sharing with code that uses such
+/// pools.
 ///
-/// Clones are handles to the same pool; `Send` and `Sync`. The drop of the last handle or block destroys it, if it was
-/// made here. [`destroy`](Self::destroy) refuses while blocks are live; work in flight on freed blocks is no obstacle,
-/// since the driver keeps the memory until that work is done.
+/// Clones are handles to the same pool; `Send` and `Sync`. A pool created here is destroyed with its last handle or
+/// block; the driver keeps memory of freed blocks until the work that uses it is complete.
 #[derive(Clone)]
 pub struct DriverPool(Arc<Inner>);
 
 impl DriverPool {
-    /// A pool of a context's device.
+    /// Creates a pool of a context's device.
     ///
     /// # Errors
-    /// As [`DriverPoolConfig::validate`]; [`Error::NotSupported`] if driver or device have no pools, or
-    /// cannot export them and that was asked for; driver errors.
+    /// As [`DriverPoolConfig::validate`]; [`Error::NotSupported`] if driver or device lack pools, or their export if
+    /// it is requested; driver errors.
     pub fn new(context: &Context, config: DriverPoolConfig) -> Result<DriverPool, Error> {
         config.validate()?;
         supported(context)?;
@@ -76,8 +74,7 @@ impl DriverPool {
         Ok(pool)
     }
 
-    /// The device's default pool, which everything in the process shares: settings apply to all.
-    /// Never destroyed.
+    /// The device's default pool, which the whole process shares. Never destroyed.
     ///
     /// # Errors
     /// [`Error::NotSupported`], driver errors.
@@ -86,7 +83,7 @@ impl DriverPool {
         Ok(Self::wrap(context, MemoryPool::default_of(context)?, None))
     }
 
-    /// The pool of another process behind a descriptor of [`export`](Self::export).
+    /// Opens the pool of another process by a descriptor from [`export`](Self::export).
     ///
     /// # Errors
     /// [`Error::NotSupported`], driver errors.
@@ -109,10 +106,10 @@ impl DriverPool {
         self.0.pool.raw()
     }
 
-    /// Destroys the pool, or only forgets one that was not made here. A second call does nothing.
+    /// Destroys the pool if it was created here, and closes this object. A second call does nothing.
     ///
     /// # Errors
-    /// [`Error::InUse`]; driver errors, after which the pool is destroyed or lost.
+    /// [`Error::InUse`] while blocks are live; driver errors, after which the pool is destroyed or lost.
     pub fn destroy(&self) -> Result<(), Error> {
         retry(self);
         let users = &self.0.users;
@@ -127,22 +124,21 @@ impl DriverPool {
         }
     }
 
-    /// Reads an attribute. Reserved bytes are those held, used ones those in live blocks.
+    /// Reads an attribute.
     ///
     /// # Errors
     /// Driver errors, [`Error::Closed`].
     pub fn get(&self, attribute: sys::CUmemPool_attribute) -> Result<u64, Error> {
         let _use = self.0.enter()?;
-        self.0.get(attribute)
+        Ok(self.0.pool.get(attribute)?)
     }
 
-    /// Sets an attribute: a rule of reuse to 0 or 1, the release threshold to bytes, a high mark to 0, which resets it to
-    /// the current value.
+    /// Sets an attribute: a reuse policy to 0 or 1, the release threshold in bytes, or a high-water mark to 0, which
+    /// resets it to the current value.
     ///
     /// # Errors
-    /// [`InvalidArgument::Setting`] for a value that the attribute does not take,
-    /// [`Error::NotSupported`] for opportunistic reuse on a driver where it is not safe,
-    /// [`InvalidArgument::Contradiction`] for a threshold above the maximum, driver errors,
+    /// [`InvalidArgument::Setting`] for an invalid value, [`InvalidArgument::Contradiction`] for a threshold above the
+    /// maximum, [`Error::NotSupported`] for opportunistic reuse on a driver where it is unsafe; driver errors,
     /// [`Error::Closed`].
     pub fn set(&self, attribute: sys::CUmemPool_attribute, value: u64) -> Result<(), Error> {
         let _use = self.0.enter()?;
@@ -160,16 +156,16 @@ impl DriverPool {
         Ok(self.0.pool.set(attribute, value)?)
     }
 
-    /// Gives a device access to everything in the pool, or takes it away.
+    /// Grants a device access to all memory of the pool, or revokes it.
     ///
     /// # Errors
-    /// Driver errors, among them that the device cannot have it; [`Error::Closed`].
+    /// Driver errors, [`Error::Closed`].
     pub fn set_access(&self, device: &Device, on: bool) -> Result<(), Error> {
         let _use = self.0.enter()?;
         Ok(self.0.pool.set_access(std::slice::from_ref(device), on)?)
     }
 
-    /// Whether a device may read and write everything in the pool.
+    /// Whether a device has access to all memory of the pool.
     ///
     /// # Errors
     /// Driver errors, [`Error::Closed`].
@@ -178,18 +174,17 @@ impl DriverPool {
         Ok(self.0.pool.has_access(device)?)
     }
 
-    /// A descriptor that stands for the pool in other processes.
+    /// Returns a file descriptor by which other processes open the pool.
     ///
     /// # Errors
-    /// [`Error::NotSupported`], driver errors (a pool that was not made exportable),
-    /// [`Error::Closed`].
+    /// [`Error::NotSupported`], driver errors (such as for a pool that is not exportable), [`Error::Closed`].
     #[cfg(unix)]
     pub fn export(&self) -> Result<std::os::fd::OwnedFd, Error> {
         let _use = self.0.enter()?;
         self.0.pool.export_fd().map_err(absent)
     }
 
-    /// What stands for the block at an address of an exported pool in other processes.
+    /// Returns data by which other processes open the block at an address of an exported pool.
     ///
     /// # Errors
     /// Driver errors.
@@ -201,16 +196,16 @@ impl DriverPool {
         Ok(self.0.pool.export_pointer(ptr)?)
     }
 
-    /// Frees memory of the pool by its address, in the order of a stream: work queued on it before may still use the
-    /// memory. For memory that other code allocated from the pool; a block of this crate counts no more then.
+    /// Frees memory of the pool by its address, in the order of a stream. For memory that other code allocated from the
+    /// pool, or a block that is then not deallocated.
     ///
     /// # Errors
-    /// A stream that is capturing or of another device; a lost context; [`Error::Closed`]. The memory is live then.
-    /// After any other driver error it counts as freed, with a warning, since the driver may have freed it.
+    /// A stream that captures or belongs to another device; a lost context; [`Error::Closed`]. The memory is still live
+    /// then. After any other driver error it counts as freed, with a warning, since the driver may have freed it.
     ///
     /// # Safety
-    /// Nothing else gives the memory back: no buffer owns it, and no block of it is deallocated. Its allocation is
-    /// complete on the stream or in its order, and so are all uses of it on other streams.
+    /// No other code frees the memory. Its allocation, and all its uses on other streams, are complete or ordered
+    /// before on the stream.
     pub unsafe fn free_raw_on(&self, ptr: sys::CUdeviceptr, stream: &Stream) -> Result<(), Error> {
         let _use = self.0.enter()?;
         super::admit(stream, &self.0.context)?;
@@ -220,7 +215,6 @@ impl DriverPool {
         Ok(())
     }
 
-    /// Asks the driver for memory.
     fn take(&self, bytes: usize, stream: &Stream) -> Result<sys::CUdeviceptr, Error> {
         let attempt = || {
             let entered = stream.context().enter()?;
@@ -231,9 +225,9 @@ impl DriverPool {
             Err(error) if error.is_out_of_memory() => error,
             done => return Ok(done?),
         };
-        // The memory may be fragmented: unused memory goes back once the stream's own frees are complete, and a second
-        // try follows. The host does not wait for the context, since something may be capturing in it. If one of these
-        // steps fails, the first refusal is the error.
+        // The memory may be fragmented: unused memory is released once the stream's own frees are complete, and a second
+        // attempt follows. The host does not wait for the context, where another stream may be capturing. If a step
+        // fails, the error is the first one.
         let freed = stream.synchronize().and_then(|()| self.0.pool.trim_to(0));
         let refused = match freed.and_then(|()| attempt()) {
             Ok(ptr) => return Ok(ptr),
@@ -265,8 +259,8 @@ impl DriverPool {
     fn measure(&self) -> Result<Usage, Error> {
         let counter = |current, peak| {
             Ok::<_, Error>(Counter {
-                current: self.0.get(current)?,
-                peak: self.0.get(peak)?,
+                current: self.0.pool.get(current)?,
+                peak: self.0.pool.get(peak)?,
                 ..Counter::default()
             })
         };
@@ -279,11 +273,10 @@ impl DriverPool {
     }
 }
 
-/// A live block keeps the pool, also when its last handle is dropped. A block that cannot be freed when its owner is
-/// dropped, because the stream captures or the driver refuses, is freed by a later call: of its pool, when a capture is
-/// ended through this crate, or when an allocator is made, trimmed, synchronised, closed or dropped. Until then it is
-/// live, and keeps its pool and its streams.
-// SAFETY: the driver's memory has one owner by the table of the pool, and is freed behind all recorded uses.
+/// A live block keeps its pool. If it cannot be freed when its owner is dropped, because the stream captures or the
+/// driver refuses, a later call frees it: one of its pool, the end of a capture through this crate, or the creation,
+/// trim, synchronisation, close or drop of an allocator.
+// SAFETY: the driver's memory has one owner by the table of the pool, and is freed after all recorded uses.
 unsafe impl MemoryResource for DriverPool {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let pool = &self.0;
@@ -294,12 +287,12 @@ unsafe impl MemoryResource for DriverPool {
         super::admit(stream, &pool.context)?;
         let ptr = self.take(bytes, stream)?;
         let id = pool.hand_out(call, (ptr, bytes), stream);
-        // SAFETY: the table has the block, and frees it once, for the caller that returns its name.
+        // SAFETY: the table has the block, and frees it once.
         let mut block = unsafe { RawBlock::new(id, bytes, request) };
         let Err(error) = capture::refuse_capture(stream) else {
             return Ok(block);
         };
-        // It may be memory of the graph, which is freed in the capture; any other is freed after it.
+        // Memory of the graph is freed in the capture, any other after it.
         if pool.take_back(&id, Inner::give_back).is_err() {
             block.abandon();
             keep(&self.shared(), block, &error, LATER);
@@ -321,22 +314,19 @@ unsafe impl MemoryResource for DriverPool {
         self.0.source
     }
 
-    /// What the pool holds and hands out, without numbers of requests. [`Error::Closed`] after
-    /// [`destroy`](DriverPool::destroy).
     fn usage(&self) -> Result<Usage, Error> {
         let _use = self.0.enter()?;
         self.measure()
     }
 
-    /// Gives unused memory back to the driver until at most `keep` bytes are held, in use or not. Memory in use, also by
-    /// work in flight, stays, and so does memory that no synchronisation has shown to be unused.
+    /// Releases memory that a synchronisation has shown to be unused, until at most `keep` bytes are held.
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         retry(self);
         let _use = self.0.enter()?;
-        let before = self.0.get(RESERVED_CURRENT)?;
+        let before = self.0.pool.get(RESERVED_CURRENT)?;
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
         self.0.pool.trim_to(keep)?;
-        let after = self.0.get(RESERVED_CURRENT)?;
+        let after = self.0.pool.get(RESERVED_CURRENT)?;
         Ok(Trimmed {
             released: before.saturating_sub(after),
             ..Trimmed::default()
@@ -387,7 +377,6 @@ fn not_supported<T>(what: &'static str) -> Result<T, Error> {
     Err(Error::NotSupported { what })
 }
 
-/// A function that the driver does not export is not supported.
 #[cfg(unix)]
 fn absent(error: DriverError) -> Error {
     let what = "export of memory pools";
@@ -397,7 +386,7 @@ fn absent(error: DriverError) -> Error {
     }
 }
 
-/// Settings of a [`DriverPool`], final but for the threshold.
+/// Settings of a [`DriverPool`]; only the threshold can be changed later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DriverPoolConfig {
     maximum: Option<u64>,
@@ -417,35 +406,34 @@ impl DriverPoolConfig {
         }
     }
 
-    /// Bounds the bytes that the pool may hold, by at least 1; `None` lifts the bound.
+    /// Sets the maximum number of bytes that the pool holds; `None` for no maximum.
     pub const fn maximum(mut self, bytes: Option<u64>) -> Self {
         self.maximum = bytes;
         self
     }
 
-    /// Sets the bytes to take from the driver when the pool is made.
+    /// Sets the bytes to obtain from the driver initially.
     pub const fn initial(mut self, bytes: u64) -> Self {
         self.initial = bytes;
         self
     }
 
-    /// Sets the unused bytes above which memory goes back to the driver whenever the host synchronises; `None`
-    /// keeps all.
+    /// Sets the unused bytes above which memory is released at every synchronisation; `None` keeps all.
     pub const fn release_threshold(mut self, bytes: Option<u64>) -> Self {
         self.release_threshold = bytes;
         self
     }
 
-    /// Sets whether other processes may get access by a file descriptor.
+    /// Sets whether the pool can be exported.
     pub const fn exportable(mut self, on: bool) -> Self {
         self.exportable = on;
         self
     }
 
-    /// Checks the settings against each other. Needs no driver.
+    /// Checks the settings. Needs no driver.
     ///
     /// # Errors
-    /// [`InvalidArgument::Setting`] for a pool that may hold nothing, [`InvalidArgument::Contradiction`].
+    /// [`InvalidArgument::Setting`] for a maximum of 0, [`InvalidArgument::Contradiction`].
     pub fn validate(&self) -> Result<(), Error> {
         // To the driver a maximum of 0 is none.
         if self.maximum == Some(0) {
@@ -458,7 +446,6 @@ impl DriverPoolConfig {
     }
 }
 
-/// Checks a setting against the most bytes that a pool may hold.
 fn within(setting: &'static str, value: u64, maximum: Option<u64>) -> Result<(), Error> {
     match maximum {
         Some(limit) if value > limit => Err(InvalidArgument::Contradiction {
@@ -472,7 +459,6 @@ fn within(setting: &'static str, value: u64, maximum: Option<u64>) -> Result<(),
     }
 }
 
-/// Whether an attribute of a pool takes a value.
 fn takes(attribute: A, value: u64) -> bool {
     match attribute {
         FOLLOW_EVENTS | OPPORTUNISTIC | INTERNAL_DEPENDENCIES => value <= 1,

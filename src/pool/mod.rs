@@ -8,22 +8,17 @@
 //! | [`PinnedPool`] | [`PinnedBuffer`](crate::PinnedBuffer) | page-locked host memory with copies in flight |
 //! | [`DriverPool`] | [`DeviceBuffer`](crate::DeviceBuffer) | the driver's `cuMemPool*` |
 //!
-//! All of them but the last stand on one [`Allocator`](crate::Allocator) for each device, which alone
-//! accounts for device memory: what a pool does not use is there for every other one, and memory
-//! moves between streams by the allocator's rules only.
+//! The first three are front ends over one [`Allocator`](crate::Allocator) per device, which accounts for all device
+//! memory: what one pool does not use is available to every other user of the allocator.
 //!
-//! Those of device memory are [`MemoryResource`](crate::resource::MemoryResource)s of one device. So each can be
-//! swapped for another, or for the bare [`Allocator`](crate::Allocator), carries every adaptor, and gives its
-//! figures by `usage` and its memory back by `trim`.
-//!
-//! [`PoolReport`], [`SizeHistogram`] and [`Fragmentation`] describe a pool, a
-//! [`PressureMonitor`](crate::resource::PressureMonitor) says when it gets tight.
+//! Pools of device memory are [`MemoryResource`](crate::resource::MemoryResource)s of one device, so each can be
+//! replaced by another or by the allocator, and carries every adaptor. [`PoolReport`], [`SizeHistogram`] and
+//! [`Fragmentation`] describe an allocator.
 
 mod driver_blocks;
 mod driver_pool;
 mod report;
 mod slabs;
-mod surplus;
 mod table;
 mod threshold;
 mod typed;
@@ -41,7 +36,7 @@ use crate::error::Error;
 use crate::resource::same_device;
 use crate::sync::capture;
 
-/// Refuses a stream that captures, or of another driver than the pool's, or of another device.
+/// Refuses a stream that captures, or that belongs to another driver or device.
 #[inline]
 fn admit(stream: &Stream, home: &Context) -> Result<(), Error> {
     same_device(Some(home), home.device().ordinal(), stream)?;

@@ -1,4 +1,4 @@
-//! Descriptions of an allocator: sizes of blocks, fragmentation, and a report of both.
+//! A description of an allocator: sizes of blocks, and fragmentation.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,8 +9,8 @@ use crate::resource::Usage;
 /// Smallest size of bucket 1, as a power of two.
 const FIRST_BITS: u32 = 5;
 
-/// Numbers of blocks by size, in 32 buckets: below 32 B, then one for each power of two (bucket i holds
-/// sizes from 2^(i+4) up to 2^(i+5)), the last from 2^35 on. Counters stop at their largest value.
+/// Numbers of blocks by size, in 32 buckets: below 32 B, then one for each power of two (bucket i from 2^(i+4) up to
+/// 2^(i+5)), the last from 2^35 on. Counters saturate.
 ///
 /// ```
 /// use cualloc::pool::SizeHistogram;
@@ -27,10 +27,10 @@ pub struct SizeHistogram {
 }
 
 impl SizeHistogram {
-    /// How many buckets there are.
+    /// The number of buckets.
     pub const BUCKETS: usize = 32;
 
-    /// Index of the bucket for a size in bytes.
+    /// Returns the index of the bucket for a size in bytes.
     pub const fn bucket(bytes: u64) -> usize {
         let bits = u64::BITS - bytes.leading_zeros();
         match bits.saturating_sub(FIRST_BITS) as usize {
@@ -39,7 +39,7 @@ impl SizeHistogram {
         }
     }
 
-    /// The sizes of a bucket in bytes; the last ends with the largest number. `None` if there is no such bucket.
+    /// Returns the sizes of a bucket in bytes.
     pub const fn range(bucket: usize) -> Option<Range<u64>> {
         match bucket {
             0 => Some(0..1 << FIRST_BITS),
@@ -66,8 +66,8 @@ impl SizeHistogram {
         counts.fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// The sizes of the bucket of the smallest block that is at least as large as `percent` of all blocks; the number is
-    /// clamped to 0 to 100. `None` if nothing was counted.
+    /// Returns the sizes of the bucket of the smallest block that is at least as large as `percent` (0 to 100) of all
+    /// blocks. `None` if nothing was counted.
     pub fn percentile(&self, percent: f64) -> Option<Range<u64>> {
         // The sum of saturated counters does not fit into their type.
         let total: u128 = self.counts.iter().map(|c| u128::from(*c)).sum();
@@ -83,13 +83,13 @@ impl SizeHistogram {
         bucket.and_then(Self::range)
     }
 
-    /// The sizes of the bucket in which the median lies.
+    /// Returns the sizes of the bucket of the median.
     pub fn median(&self) -> Option<Range<u64>> {
         self.percentile(50.0)
     }
 }
 
-/// The pieces of free memory.
+/// Pieces of free memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Fragmentation {
@@ -102,7 +102,7 @@ pub struct Fragmentation {
 }
 
 impl Fragmentation {
-    /// Of free pieces of the given sizes.
+    /// Describes free pieces of the given sizes.
     pub fn of(pieces: impl IntoIterator<Item = u64>) -> Fragmentation {
         let mut sum = Fragmentation::default();
         for bytes in pieces {
@@ -113,7 +113,7 @@ impl Fragmentation {
         sum
     }
 
-    /// The share of free memory that is not in the largest piece: 0 if all is in one piece or nothing is free.
+    /// Returns the fraction of free memory outside the largest piece; 0 if nothing is free.
     pub fn ratio(&self) -> f64 {
         match self.total_free {
             0 => 0.0,
@@ -121,7 +121,7 @@ impl Fragmentation {
         }
     }
 
-    /// Bytes of a free piece on average; 0 if nothing is free.
+    /// Returns the mean size of free pieces in bytes; 0 if nothing is free.
     pub fn mean(&self) -> u64 {
         self.total_free.checked_div(self.count).unwrap_or(0)
     }
@@ -140,7 +140,7 @@ pub struct PoolReport {
 }
 
 impl PoolReport {
-    /// Describes an allocator. Costs a walk over its blocks.
+    /// Describes an allocator, by a walk over its blocks.
     pub fn of(allocator: &Allocator) -> PoolReport {
         let (stats, segments) = allocator.stats_and_snapshot();
         let mut sizes = SizeHistogram::default();
@@ -160,7 +160,7 @@ impl PoolReport {
         }
     }
 
-    /// Whether blocks are live: a leak where the program has freed everything.
+    /// Whether blocks are live.
     pub fn leaks(&self) -> bool {
         self.usage.blocks.current > 0
     }

@@ -1,4 +1,4 @@
-//! The slabs of a workspace pool: idle ones by their size, and leased ones by the name of their lease.
+//! The slabs of a workspace pool: idle ones by size, leased ones by the number of their lease.
 
 #![forbid(unsafe_code)]
 
@@ -7,26 +7,25 @@ use std::collections::HashMap;
 use crate::allocator::{Block, Mixed};
 use crate::resource::Usage;
 
-/// Idle slabs to keep of each size, unless another number is set.
+/// The default maximum number of idle slabs of each size.
 const CAP: usize = 4;
-/// Sizes of which an empty list is kept, which spares the next return an allocation.
+/// Empty lists of idle slabs are kept for up to this number of sizes.
 const KEPT_SIZES: usize = 64;
-/// The most slabs of a pool. The name of a lease modulo this is the place of its slab.
+/// The maximum number of slabs of a pool. The number of a lease modulo this is the index of its slab.
 pub(super) const PLACES: usize = 1 << 20;
 
-/// Memory to lease.
 pub(super) struct Slab {
     pub block: Block,
     pub bytes: usize,
-    /// The stream that it belongs to, by its id.
+    /// The id of the stream that it belongs to.
     pub stream: u64,
-    /// The number of streams that had been retired when the slab's own was known not to be among them.
+    /// The number of retired streams at the last check that the slab's own stream was not among them.
     pub retirements: u64,
-    /// The name of the lease, none of which is reused; 0 of an idle slab.
+    /// The number of the lease, which is never reused; 0 if idle.
     pub lease: u64,
-    /// The bytes that the lease was requested with.
+    /// The requested bytes of the lease.
     pub requested: usize,
-    /// Whether other streams than its own use the lease.
+    /// Whether other streams use the lease.
     pub shared: bool,
 }
 
@@ -34,21 +33,19 @@ type Idle = Vec<(u64, u32)>;
 
 #[derive(Default)]
 pub(super) struct State {
-    /// The slabs by their places.
     pub slabs: Vec<Option<Slab>>,
     pub vacant: Vec<u32>,
-    /// Streams and places of idle slabs, the last returned at the end: those of the size used last, and the others by
-    /// their sizes.
+    /// Streams and indices of idle slabs, the last returned at the end: those of the size used last, and all others.
     last: (usize, Idle),
     others: HashMap<usize, Idle, Mixed>,
-    /// Of leases; reserved are the bytes of all slabs.
+    /// The figures of leases, with the bytes of all slabs as reserved.
     pub usage: Usage,
-    /// Idle slabs to keep of each size, if that was set.
+    /// Overrides [`CAP`].
     pub cap: Option<usize>,
 }
 
 impl State {
-    /// Removes the slab of a size that was returned last on a stream from the idle ones; its place.
+    /// Removes the idle slab of a size that was returned last on a stream, and returns its index.
     #[inline(always)]
     pub fn take(&mut self, stream: u64, bytes: usize) -> Option<u32> {
         let idle = self.idle(bytes);
@@ -59,7 +56,6 @@ impl State {
         Some(idle.remove(at).1)
     }
 
-    /// The idle slabs of a size.
     #[inline(always)]
     fn idle(&mut self, bytes: usize) -> &mut Idle {
         if self.last.0 != bytes {
@@ -77,14 +73,14 @@ impl State {
         }
     }
 
-    /// All idle slabs with their sizes and streams.
+    /// Iterates over the sizes and streams of idle slabs.
     pub fn all_idle(&self) -> impl Iterator<Item = (usize, u64)> {
         let lists = self.others.iter().map(|(bytes, idle)| (*bytes, idle));
         let lists = lists.chain([(self.last.0, &self.last.1)]);
         lists.flat_map(|(bytes, idle)| idle.iter().map(move |(stream, _)| (bytes, *stream)))
     }
 
-    /// Enters a new slab, which is not idle; its place.
+    /// Adds a slab that is not idle, and returns its index.
     pub fn add(&mut self, slab: Slab) -> u32 {
         self.usage.reserved.add(slab.bytes as u64);
         let place = self.vacant.pop().unwrap_or(self.slabs.len() as u32);
@@ -95,7 +91,7 @@ impl State {
         place
     }
 
-    /// Removes a slab that is not idle, for its block to be freed without the lock.
+    /// Removes a slab that is not idle; the caller frees it without the lock.
     pub fn remove(&mut self, place: u32) -> Option<Slab> {
         let slab = self.slabs.get_mut(place as usize)?.take()?;
         self.vacant.push(place);
@@ -103,7 +99,7 @@ impl State {
         Some(slab)
     }
 
-    /// Leases a slab: its address, and the name of the lease.
+    /// Leases a slab, and returns its address and the number of the lease.
     #[inline(always)]
     pub fn lease(&mut self, place: u32, requested: usize) -> Option<(u64, u64)> {
         let slab = self.slabs.get_mut(place as usize)?.as_mut()?;
@@ -114,15 +110,15 @@ impl State {
         Some((slab.block.ptr(), slab.lease))
     }
 
-    /// The slab of a lease that was not returned.
+    /// Returns the slab of a current lease.
     #[inline(always)]
     pub fn leased(&mut self, lease: u64) -> Option<&mut Slab> {
         let slab = self.slabs.get_mut(lease as usize % PLACES)?.as_mut()?;
         (slab.lease == lease).then_some(slab)
     }
 
-    /// Ends a lease, if there is one of this name. The slab is idle then; it is returned if it is not to be kept, or
-    /// other streams used it, of which the allocator knows.
+    /// Ends a lease, if it is current. The slab becomes idle; it is returned to the caller if it is not kept, or if
+    /// other streams used it, which the allocator has recorded.
     #[inline(always)]
     pub fn give_back(&mut self, lease: u64, keep: bool) -> Option<Option<Slab>> {
         let slab = self.leased(lease)?;
@@ -142,13 +138,12 @@ impl State {
         Some(self.remove(place))
     }
 
-    /// Bytes of idle slabs.
     pub fn cached_bytes(&self) -> u64 {
         self.usage.reserved.current - self.usage.used.current
     }
 
-    /// Removes idle slabs until at most `keep` bytes are left, the largest first, of equal ones by the order of
-    /// streams, so that equal states shrink equally.
+    /// Removes idle slabs until at most `keep` bytes are left: the largest first, and equal ones in the order of
+    /// streams, which makes the result deterministic.
     pub fn shrink(&mut self, keep: u64) -> Vec<Slab> {
         let mut keys: Vec<_> = self.all_idle().collect();
         keys.sort_unstable_by_key(|(bytes, stream)| (std::cmp::Reverse(*bytes), *stream));

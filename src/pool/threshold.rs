@@ -1,26 +1,24 @@
 //! A pool with a release threshold.
 
 use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::allocator::{Allocator, Config, Request};
+use crate::allocator::{Allocator, Config, Policy, Request};
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
-use crate::error::{Error, InvalidArgument, Refused};
+use crate::error::{Error, InvalidArgument, RareLog, Refused};
 use crate::resource::{MemoryResource, RawBlock, UseTracking, check_request, device_of, forward};
 
-use super::surplus::Surplus;
-
-/// Device memory of one device in stream order, of which unused bytes above a threshold go back to the driver.
+/// Device memory in stream order, of which unused bytes above a threshold are released to the driver.
 ///
-/// A view on an [`Allocator`], which accounts for all memory, and is made when memory is first needed. A
-/// [`MemoryResource`]: [`DeviceBuffer`]s are made from it as from an allocator. Clones are handles to the same
-/// pool; all methods may be called from any thread.
+/// A [`MemoryResource`] over an [`Allocator`], which is created when memory is first needed. Clones are handles to the
+/// same pool; all methods may be called from any thread.
 ///
-/// The threshold, by default none, applies whenever memory is freed: the memory that has been idle longest goes first,
-/// and memory that work in flight may still use goes at a later call. A free never waits for the device: under the
-/// classic policy, which gives segments back only by a call that waits for running work, surplus is left to the next
-/// allocation, [`trim`](MemoryResource::trim) or [`set_release_threshold`](Self::set_release_threshold).
+/// The threshold, by default none, applies whenever memory is freed: the memory that has been idle longest is released
+/// first, and memory that work in flight may still use at a later call. A free never waits for the device; under the
+/// classic policy, where releasing a segment waits for running work, the next allocation, [`trim`](MemoryResource::trim)
+/// or [`set_release_threshold`](Self::set_release_threshold) releases the surplus.
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
@@ -43,28 +41,28 @@ use super::surplus::Surplus;
 pub struct ThresholdPool(Arc<Inner>);
 
 struct Inner {
-    /// The driver of the device; `None` stands for the process-wide one.
+    /// `None` for the process-wide driver.
     driver: Option<Driver>,
     ordinal: usize,
-    /// The settings of the allocator; `None` stands for those of the process.
+    /// `None` for the settings of `CUALLOC_CONFIG`.
     config: Option<Config>,
     allocator: OnceLock<Allocator>,
     surplus: Surplus,
 }
 
 impl ThresholdPool {
-    /// A pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Driver, device and settings
-    /// are needed only when memory is.
+    /// Creates a pool for a device of the process-wide driver, with the settings of `CUALLOC_CONFIG`. Nothing is loaded
+    /// or read before memory is needed.
     pub fn new(ordinal: usize) -> ThresholdPool {
         Self::make(None, ordinal, None)
     }
 
-    /// A pool for a device of a given driver, with an allocator of its own.
+    /// Creates a pool for a device of a given driver, with its own allocator.
     pub fn on_driver(driver: &Driver, ordinal: usize, config: Config) -> ThresholdPool {
         Self::make(Some(driver.clone()), ordinal, Some(config))
     }
 
-    /// A pool over an allocator, which others may use as well: the figures are those of the allocator.
+    /// Creates a pool over an allocator, which others may use as well.
     pub fn over(allocator: &Allocator) -> ThresholdPool {
         let pool = Self::make(None, allocator.ordinal(), None);
         pool.0.allocator.get_or_init(|| allocator.clone());
@@ -81,17 +79,16 @@ impl ThresholdPool {
         }))
     }
 
-    /// The allocator, made on first use. A failure is not remembered.
+    /// Returns the allocator, created on first use. A failure is not cached.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`], [`Error::InvalidDevice`], a driver that cannot be had, and those of
+    /// [`Error::InvalidConfig`], [`Error::InvalidDevice`], [`Error::DriverUnavailable`], and those of
     /// [`Allocator::with_config`].
     pub fn allocator(&self) -> Result<&Allocator, Error> {
         self.0.allocator()
     }
 
-    /// Memory for `len` elements that is not initialised, as [`DeviceBuffer::uninit`] gives it, but of at least
-    /// one element.
+    /// Like [`DeviceBuffer::uninit`], but for at least one element.
     ///
     /// # Errors
     /// [`InvalidArgument::Size`], [`InvalidArgument::TooLarge`], and those of [`Allocator::allocate`].
@@ -106,15 +103,15 @@ impl ThresholdPool {
         DeviceBuffer::<T>::uninit(self, len, stream)
     }
 
-    /// The release threshold in bytes; `None`, the default, keeps everything.
+    /// Returns the release threshold in bytes; `None`, the default, keeps everything.
     pub fn release_threshold(&self) -> Option<u64> {
         self.0.surplus.threshold()
     }
 
-    /// Sets the release threshold, and gives back what is above it; `Some(0)` keeps nothing.
+    /// Sets the release threshold, and releases the memory above it; `Some(0)` keeps nothing.
     ///
     /// # Errors
-    /// Those of [`Allocator::trim`]; the threshold is set all the same.
+    /// Those of [`Allocator::trim`]; the threshold is set in any case.
     pub fn set_release_threshold(&self, cached: Option<u64>) -> Result<(), Error> {
         self.0.surplus.set(cached, self.0.allocator.get())
     }
@@ -134,7 +131,7 @@ impl Inner {
             None => Driver::load()?,
         };
         let context = Context::primary(&device_of(&driver, self.ordinal)?)?;
-        // Two threads may both get here: one of the two allocators, which holds nothing yet, goes.
+        // If two threads get here, one of the allocators is dropped.
         let made = Allocator::with_config(&context, config)?;
         Ok(self.allocator.get_or_init(|| made))
     }
@@ -180,3 +177,51 @@ forward! {
 }
 
 debug_fields!(ThresholdPool, self => ordinal: self.0.ordinal, usage: self.usage());
+
+/// The maximum number of unused bytes, `u64::MAX` for no maximum. A pool applies it at each allocation and free.
+pub(super) struct Surplus {
+    threshold: AtomicU64,
+    log: RareLog,
+}
+
+impl Default for Surplus {
+    fn default() -> Self {
+        Surplus {
+            threshold: AtomicU64::new(u64::MAX),
+            log: RareLog::default(),
+        }
+    }
+}
+
+impl Surplus {
+    pub fn threshold(&self) -> Option<u64> {
+        Some(self.threshold.load(Ordering::Relaxed)).filter(|bytes| *bytes != u64::MAX)
+    }
+
+    /// Sets the threshold, and releases the memory above it.
+    pub fn set(&self, bytes: Option<u64>, allocator: Option<&Allocator>) -> Result<(), Error> {
+        let bytes = bytes.unwrap_or(u64::MAX);
+        self.threshold.store(bytes, Ordering::Relaxed);
+        allocator.map_or(Ok(()), |allocator| allocator.trim(bytes).map(drop))
+    }
+
+    /// Releases the memory above the threshold, unless that would wait for running work and `may_wait` is false.
+    #[inline]
+    pub fn release(&self, allocator: &Allocator, may_wait: bool) {
+        if let Some(threshold) = self.threshold() {
+            self.release_above(threshold, allocator, may_wait);
+        }
+    }
+
+    #[cold]
+    fn release_above(&self, threshold: u64, allocator: &Allocator, may_wait: bool) {
+        if allocator.cached() <= threshold || !may_wait && allocator.policy() == Policy::Classic {
+            return;
+        }
+        if let Err(error) = allocator.trim(threshold)
+            && let Some(count) = self.log.due()
+        {
+            log::warn!("cannot release surplus memory (occurrence {count}): {error}");
+        }
+    }
+}

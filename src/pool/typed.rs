@@ -14,31 +14,27 @@ use crate::resource::{
     MemoryResource, PerDevice, RawBlock, Usage, device_of, forward, is_retired, named, try_free,
 };
 
-use super::surplus::Surplus;
 use super::table::{Live, Table};
+use super::threshold::Surplus;
 
-/// Lengths are rounded to a multiple of this many elements.
+/// Lengths are rounded up to a multiple of this number of elements.
 const UNIT: usize = 256;
 
 /// A pool of typed buffers on one device.
 ///
-/// A thin layer over an [`Allocator`]: a returned buffer is free memory of the allocator, available to buffers of other
-/// types and sizes and to every other user of the allocator. The pool rounds lengths, counts, and remembers the
-/// addresses of the last returned buffers, which it requests first. [`take`](Self::take) serves from memory that its
-/// stream may use without a wait, any other request from wherever the allocator finds memory.
+/// A thin layer over an [`Allocator`]: a returned buffer is free memory of the allocator, for every user of it. The pool
+/// rounds lengths up to a multiple of 256 elements, counts requests, and requests the addresses of the last returned
+/// buffers first. [`take`](Self::take) uses only memory that its stream may use without a wait.
 ///
-/// A [`MemoryResource`]: [`DeviceBuffer`]s are allocated from it as from an allocator, and return to it. Requests for
-/// elements ([`Request::array`], which buffers use) are rounded up to a multiple of 256 of them. A buffer keeps its
-/// stream and its pool alive. Clones are handles to the same pool; all methods may be called from any thread, and driver
-/// calls are made without a lock of the pool.
+/// As a [`MemoryResource`] it is a source of [`DeviceBuffer`]s, which keep their stream and their pool alive. Clones are
+/// handles to the same pool; all methods may be called from any thread.
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// # use cualloc::driver::Stream;
 /// use cualloc::{Allocator, Config, DeviceBuffer, pool::TypedPool};
 ///
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let pool = TypedPool::new(&Allocator::with_config(&context, Config::new())?);
 /// assert!(pool.take::<f32>(1000, &stream)?.is_none());
@@ -59,13 +55,7 @@ struct Inner {
 }
 
 impl TypedPool {
-    /// Rounds a length up to a multiple of 256 elements; at the top it stays at the largest number.
-    ///
-    /// ```
-    /// use cualloc::pool::TypedPool;
-    /// assert_eq!([0, 1, 256, 257].map(TypedPool::round_len), [0, 256, 256, 512]);
-    /// assert_eq!(TypedPool::round_len(usize::MAX - 1), usize::MAX);
-    /// ```
+    /// Rounds a length up to a multiple of 256 elements, or to the largest number.
     pub const fn round_len(len: usize) -> usize {
         match len.checked_next_multiple_of(UNIT) {
             Some(rounded) => rounded,
@@ -73,7 +63,7 @@ impl TypedPool {
         }
     }
 
-    /// A pool over an allocator, which others may use as well.
+    /// Creates a pool over an allocator, which others may use as well.
     pub fn new(allocator: &Allocator) -> TypedPool {
         TypedPool(Arc::new(Inner {
             allocator: allocator.clone(),
@@ -82,8 +72,8 @@ impl TypedPool {
         }))
     }
 
-    /// The pools of the process, one for each device of the process-wide driver, with the settings of `CUALLOC_CONFIG`:
-    /// each is made by the first [`get`](PerDevice::get), which fails if settings, device or driver are not usable.
+    /// The pools of the process, one for each device of the process-wide driver, with the settings of `CUALLOC_CONFIG`.
+    /// The first [`get`](PerDevice::get) fails if settings, device or driver are unusable.
     pub fn global() -> &'static PerDevice<TypedPool> {
         static GLOBAL: LazyLock<PerDevice<TypedPool>> = LazyLock::new(|| {
             PerDevice::new(|ordinal| {
@@ -100,10 +90,10 @@ impl TypedPool {
         &self.0.allocator
     }
 
-    /// A buffer of `len` elements from cached memory that the stream may use without a wait: the last returned block of
-    /// the same number of bytes on the stream, else the best fit. `None`, a miss, if there is none. Memory returned on
-    /// another stream counts once that stream is done with it. Takes no memory from the driver, and creates no event;
-    /// the contents are those of the last user. A buffer of no elements has no memory and is neither hit nor miss.
+    /// Returns a buffer of `len` elements from cached memory that the stream may use without a wait: the last returned
+    /// block of the same size on the stream, else the best fit; `None`, a miss, if there is none. Memory returned on
+    /// another stream can be used once that stream's work is complete. The contents are those of the last user. A
+    /// buffer without elements is neither a hit nor a miss.
     ///
     /// # Errors
     /// [`InvalidArgument::TooLarge`]; a stream that is capturing; driver errors.
@@ -118,12 +108,11 @@ impl TypedPool {
         }
     }
 
-    /// Returns a buffer for a stream to use next, by default the legacy default stream. Work of the buffer's own stream
-    /// and of recorded ones comes first; a drop returns it on its own stream. A buffer of another resource goes back
-    /// there.
+    /// Returns a buffer for use on another stream next, by default the legacy default stream, after the work of the
+    /// buffer's own stream and of recorded ones. A drop returns it on its own stream.
     ///
     /// # Errors
-    /// A stream that captures; driver errors. The buffer is returned all the same, on its own stream.
+    /// A stream that captures; driver errors. The buffer is then returned on its own stream.
     pub fn put<T: DeviceCopy>(
         &self,
         buffer: DeviceBuffer<T>,
@@ -139,7 +128,7 @@ impl TypedPool {
         }
         buffer.record_use(&next)?;
         drop(buffer);
-        // Without a marker the other stream could not see when the first one is done.
+        // Without a marker the other stream could not detect when the first one's work is complete.
         // SAFETY: the buffer kept its stream alive, and so does this clone of it.
         match unsafe { self.0.allocator.mark_raw(home.raw()) } {
             Err(Error::Stream(StreamMisuse::Unknown { .. } | StreamMisuse::WrongThread)) => Ok(()),
@@ -147,8 +136,7 @@ impl TypedPool {
         }
     }
 
-    /// Records a use by `stream` on all live buffers with the length and type of `len` elements of `T`;
-    /// returns how many there were.
+    /// Records a use by `stream` on all live buffers of `len` elements of `T`, and returns their number.
     ///
     /// # Errors
     /// As [`DeviceBuffer::record_use`]; some may have been recorded then.
@@ -160,10 +148,7 @@ impl TypedPool {
         self.record_use_of_type(len, TypeId::of::<T>(), stream)
     }
 
-    /// [`record_use_of`](Self::record_use_of) by the type's id.
-    ///
-    /// # Errors
-    /// As [`record_use_of`](Self::record_use_of).
+    /// [`record_use_of`](Self::record_use_of) by the type's id. Fails like [`record_use_of`](Self::record_use_of).
     pub fn record_use_of_type(
         &self,
         len: usize,
@@ -174,7 +159,7 @@ impl TypedPool {
         for address in self.0.table.live(Self::round_len(len), element) {
             match self.0.allocator.record_use_at(address, stream) {
                 Ok(()) => recorded += 1,
-                // Returned meanwhile.
+                // It was returned meanwhile.
                 Err(Error::NotLive { .. } | Error::NotOurs { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -182,17 +167,17 @@ impl TypedPool {
         Ok(recorded)
     }
 
-    /// Sets the most bytes to hold beyond live blocks, `None`, the default, for any number, and gives back what is
-    /// above it. From then on it works as the threshold of a [`ThresholdPool`](super::ThresholdPool).
+    /// Sets the maximum number of unused bytes, like the threshold of a [`ThresholdPool`](super::ThresholdPool), and
+    /// releases the memory above it.
     ///
     /// # Errors
-    /// Those of [`Allocator::trim`]; the cap is set all the same.
+    /// Those of [`Allocator::trim`]; the cap is set in any case.
     pub fn set_cap(&self, cached: Option<u64>) -> Result<(), Error> {
         self.0.surplus.set(cached, Some(&self.0.allocator))
     }
 }
 
-/// The entry of the block of a request, with its bytes rounded up.
+/// Returns the entry of a request's block, with the size rounded up.
 #[inline(always)]
 fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
     let (bytes, capacity, element) = match request.element {
@@ -221,15 +206,15 @@ fn wanted(request: &Request, stream: &Stream) -> Result<Live, Error> {
     })
 }
 
-/// A block of the stream's cache at any address. Out of line: mostly a return is remembered.
+/// A block of the stream's cache at any address. Out of line, since usually there is a hint.
 #[cold]
 fn hit_anywhere(engine: &Engine, stream: u64, bytes: usize) -> Option<Grant> {
     engine.hit(stream, unaligned(bytes)?).ok()
 }
 
 impl Inner {
-    /// The last returned block, if it is the next one of its size that the stream's cache hands out, as it mostly is;
-    /// where no return is remembered, any block of the cache.
+    /// The last returned block, if the stream's cache would hand it out next, as is usual; without a hint any block of
+    /// the cache.
     #[inline]
     fn hit(&self, request: &Request, live: Live, stream: &Stream) -> Option<(Grant, u64)> {
         let engine = self.allocator.engine();
@@ -250,7 +235,7 @@ impl Inner {
         )
     }
 
-    /// A cached block near the addresses of the last returns, else a new one.
+    /// A cached block at one of the hints, else a new one.
     #[inline(never)]
     fn searched_or_new(
         &self,
@@ -275,7 +260,7 @@ impl Inner {
         Ok((grant, self.table.enter(Live { address, ..live })))
     }
 
-    /// A request that may wait gives back what is above the cap.
+    /// Releases the memory above the cap, if the request may wait.
     #[inline]
     fn may_wait(&self, request: &Request) {
         if !request.cached_only {
@@ -288,7 +273,7 @@ impl Inner {
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
         let live = wanted(request, on)?;
-        // Before there is a block, so that a retirement meanwhile is seen.
+        // Read before the allocation, so that a retirement meanwhile is noticed.
         let retirements = self.allocator.engine().retirements();
         let (grant, note) = match self.hit(request, live, on) {
             Some(hit) => {
@@ -304,7 +289,7 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
-        // Before the block is free: from then on its address may belong to another one.
+        // Before the block is free, since its address may belong to another one afterwards.
         let left = self.table.leave(block.note(), block.ptr(), || true);
         self.allocator
             .deallocate_block(block)
@@ -319,7 +304,7 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn try_take_back(&self, block: &mut RawBlock) -> bool {
-        // A large block is for the heap.
+        // The heap frees large blocks.
         if block.size() as u64 > size::PACKED_SMALL_LIMIT || is_retired(&self.allocator, block) {
             return false;
         }
@@ -336,7 +321,7 @@ unsafe impl MemoryResource for Inner {
         Some(&self.allocator)
     }
 
-    /// Requests and blocks are the pool's own since the last reset, the peak of blocks and all bytes the allocator's.
+    /// Requests and blocks are the pool's own, the peak of blocks and all bytes the allocator's.
     fn usage(&self) -> Result<Usage, Error> {
         let (own, below) = (self.table.usage(), self.allocator.usage()?);
         Ok(Usage {

@@ -1,4 +1,4 @@
-//! Scratch memory on lease.
+//! Scratch memory that is leased.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -21,33 +21,29 @@ use super::slabs::{PLACES, Slab, State};
 const SMALLEST: usize = 1024;
 struct Inner {
     allocator: Allocator,
-    /// The number of this pool as a source of blocks.
     source: u64,
-    /// Whether a slab is the request rounded up to 512 bytes, instead of its size class.
+    /// Whether slabs have the requested size, rounded up to 512 bytes, instead of that of the size class.
     exact: bool,
     name: String,
     state: Lock<State>,
 }
 
-/// Scratch memory for kernels that need it for one launch, such as the workspace of a matrix product: one lease for
-/// each, dropped when the launch is queued.
+/// Scratch memory for kernels, such as the workspace of a matrix product: a lease per launch, dropped when the launch is
+/// queued.
 ///
-/// A slab belongs to the stream it was leased on: a lease that is dropped while its kernel is queued or running may be
-/// leased again on that stream immediately, and on no other. The pool keeps up to four idle slabs of each size, or as
-/// many as [`set_slab_cap`](Self::set_slab_cap) sets, the last returned first; the rest goes back to the allocator, and
-/// all of them do when it runs out of memory.
+/// A slab belongs to the stream that it was leased on: after its lease is dropped it may be leased again immediately on
+/// that stream, and on no other. The pool keeps up to four idle slabs of each size
+/// ([`set_slab_cap`](Self::set_slab_cap)), the last returned first; it frees them when the allocator runs out of memory.
 ///
-/// A lease is a [`DeviceBuffer`] as long as its slab, with one owner; the [`state`](MemoryResource::state) of its
-/// [`id`](DeviceBuffer::id) shows whether it was returned. A lease that a captured graph uses must live as long as the
-/// graph. Handles share the pool. Idle slabs count as live blocks of the allocator: drop the pool, or
-/// [`trim`](Self::trim) it, before [`Allocator::close`].
+/// A lease is a [`DeviceBuffer`] as long as its slab; one that a captured graph uses must live as long as the graph.
+/// Clones are handles to the same pool. Idle slabs count as live blocks of the allocator: drop or
+/// [`trim`](Self::trim) the pool before [`Allocator::close`].
 ///
 /// ```
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// use cualloc::{Allocator, Config, pool::WorkspacePool, resource::MemoryResource};
 ///
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// let allocator = Allocator::with_config(&context, Config::new())?;
 /// let stream = allocator.create_stream()?;
 /// let pool = WorkspacePool::new(&allocator);
@@ -63,39 +59,30 @@ struct Inner {
 pub struct WorkspacePool(Arc<Inner>);
 
 impl WorkspacePool {
-    /// A pool over an allocator, with slabs by [`size_class`](Self::size_class): few sizes, so that a slab
-    /// fits again, and up to twice the request.
+    /// Creates a pool over an allocator, with slabs by [`size_class`](Self::size_class).
     pub fn new(allocator: &Allocator) -> WorkspacePool {
         Self::make(allocator, false)
     }
 
-    /// A pool over an allocator, with slabs of the requests rounded up to 512 bytes.
+    /// Creates a pool over an allocator, with slabs of the requested size rounded up to 512 bytes.
     pub fn exact(allocator: &Allocator) -> WorkspacePool {
         Self::make(allocator, true)
     }
 
-    /// The size class of a request in bytes: the next power of two, at least 1024. `None` where there is none.
-    ///
-    /// ```
-    /// # use cualloc::pool::WorkspacePool;
-    /// let classes = [0, 1024, 1025].map(WorkspacePool::size_class);
-    /// assert_eq!(classes, [Some(1024), Some(1024), Some(2048)]);
-    /// assert_eq!(WorkspacePool::size_class((1 << 63) + 1), None);
-    /// ```
+    /// Returns the size class of a request in bytes: the next power of two, at least 1024. `None` if it overflows.
     pub const fn size_class(bytes: usize) -> Option<usize> {
         let bytes = if bytes < SMALLEST { SMALLEST } else { bytes };
         bytes.checked_next_power_of_two()
     }
 
-    /// Sets how many idle slabs of each size are kept; 0 counts as 1. Idle slabs above it stay until they are leased, or
-    /// [trimmed](Self::trim).
+    /// Sets how many idle slabs of each size are kept, at least 1. Existing ones stay until they are leased or trimmed.
     pub fn set_slab_cap(&self, slabs: usize) {
         self.0.lock().cap = Some(slabs.max(1));
     }
 
     fn make(allocator: &Allocator, exact: bool) -> WorkspacePool {
         let inner = Arc::new_cyclic(|weak: &std::sync::Weak<Inner>| {
-            // Hooks need distinct names, and the address is the pool's as long as it lives.
+            // Hooks need distinct names, and the address is unique while the pool lives.
             let name = format!("workspaces at {:p}", weak.as_ptr());
             Inner {
                 allocator: allocator.clone(),
@@ -117,7 +104,7 @@ impl WorkspacePool {
         &self.0.allocator
     }
 
-    /// Leases at least `bytes` for use on a stream: a buffer as long as the slab.
+    /// Leases at least `bytes` bytes for use on a stream: a buffer as long as the slab.
     ///
     /// # Errors
     /// [`InvalidArgument::Size`] for a request without a class, and those of [`Allocator::allocate`].
@@ -138,7 +125,6 @@ impl Inner {
         process::hot_lock(&self.state)
     }
 
-    /// Leases a slab.
     #[inline(always)]
     fn hand_out(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let requested = request.bytes();
@@ -155,7 +141,7 @@ impl Inner {
             capture::refuse_capture(stream)?;
         }
         let home = stream.own_id();
-        // Before a slab is inspected, so that a retirement meanwhile is noticed the next time.
+        // Read before a slab is inspected, so that a retirement meanwhile is noticed the next time.
         let retirements = engine.retirements();
         let idle = self.idle(home, (bytes, requested), retirements);
         let (ptr, lease) = match idle {
@@ -163,13 +149,12 @@ impl Inner {
             None => self.new_slab((stream, home), (bytes, requested), retirements)?,
         };
         let id = BlockId::new((self.source, lease), (ptr, requested), home, ordinal);
-        // SAFETY: the pool has the slab, and leases it to no other caller before this name comes back.
+        // SAFETY: the slab is leased to one caller until the lease is returned.
         let mut block = unsafe { RawBlock::new(id, bytes, request) };
         block.set_retirements(retirements);
         Ok(block)
     }
 
-    /// Leases an idle slab.
     #[inline(always)]
     fn idle(
         &self,
@@ -185,14 +170,13 @@ impl Inner {
                 slab.retirements = retirements;
                 return state.lease(place, requested);
             }
-            // The allocator expects no more work of a retired stream. Its slab is freed without the lock.
+            // The allocator expects no more work on a retired stream. The slab is freed without the lock.
             let gone = state.remove(place);
             drop(state);
             drop(gone);
         }
     }
 
-    /// Leases a new slab.
     #[inline(never)]
     fn new_slab(
         &self,
@@ -220,12 +204,12 @@ impl Inner {
         state.lease(place, requested).ok_or(Error::ForkedChild)
     }
 
-    /// Whether a block is a lease of this pool, with no resource above that keeps an order of its uses.
+    /// Whether a block is a lease of this pool whose uses no resource above orders.
     fn owns(&self, block: &RawBlock) -> bool {
         block.keepers() == 0 && block.id().source() == self.source
     }
 
-    /// After streams were retired since a lease was handed out: whether the slab's was among them.
+    /// Whether the stream of a slab was retired.
     #[cold]
     fn may_be_retired(&self, block: &RawBlock) -> bool {
         let retired = |slab: &mut Slab| slab.block.stream_retired();
@@ -233,16 +217,16 @@ impl Inner {
         self.owns(block) && state.leased(block.id().generation()).is_some_and(retired)
     }
 
-    /// Ends a lease; false if there is none.
+    /// Ends a lease; false if it is not current.
     #[inline(always)]
     fn end(&self, block: &RawBlock, keep: bool) -> bool {
         let ended = self.lock().give_back(block.id().generation(), keep);
-        // A slab that is not kept is freed here, without the lock.
+        // A slab that is not kept is dropped here, without the lock.
         ended.is_some()
     }
 
-    /// The block of a lease as the allocator names it, for a use on a stream. A slab that is used by another stream than
-    /// its own goes to the allocator at the end of the lease.
+    /// Returns the allocator's block of a lease, for a use on a stream. A slab used on another stream is freed at the end
+    /// of the lease.
     fn used_by(&self, id: &BlockId, stream: &Stream) -> Result<BlockId, Error> {
         let mut state = self.lock();
         let slab = state.leased(id.generation());
@@ -252,7 +236,7 @@ impl Inner {
         Ok(identity_of(&slab.block, slab.stream))
     }
 
-    /// Frees idle slabs of at least this number of bytes, if there are; how many bytes were freed.
+    /// Frees idle slabs of at least this number of bytes, if possible, and returns the freed bytes.
     fn shrink_by(&self, bytes: u64) -> u64 {
         let mut state = self.lock();
         let keep = state.cached_bytes().saturating_sub(bytes);
@@ -282,9 +266,7 @@ impl Drop for Inner {
 
 debug_fields!(WorkspacePool, self => exact: self.0.exact, usage: self.0.figures());
 
-/// Each block is a lease; idle slabs count as cached.
-// SAFETY: each block stands for a slab that is leased once, to its stream or by the allocator, which
-// waits for recorded uses.
+// SAFETY: a block is a lease of a slab, which is leased again only on its stream, or freed after recorded uses.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         check_request(request, DRIVER_ALIGNMENT)?;
@@ -304,7 +286,7 @@ unsafe impl MemoryResource for Inner {
     }
 
     fn try_take_back(&self, block: &mut RawBlock) -> bool {
-        // The owner of a lease of a retired stream has to record before that the stream may have got more work.
+        // If the stream was retired, its later work must be recorded first.
         self.owns(block) && !self.has_retired_stream(block) && self.end(block, true)
     }
 
@@ -326,13 +308,12 @@ unsafe impl MemoryResource for Inner {
         self.source
     }
 
-    /// Of leases and slabs: used are the bytes of leased slabs, reserved those of all slabs, and idle slabs the
-    /// blocks that are cached.
+    /// Used are the bytes of leased slabs, reserved those of all slabs; cached blocks are idle slabs.
     fn usage(&self) -> Result<Usage, Error> {
         Ok(self.figures())
     }
 
-    /// Idle slabs first, the largest first, then the allocator's unused memory, which others may use as well.
+    /// Frees idle slabs, the largest first, then trims the allocator.
     fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         let held = self.allocator.stats().all.reserved.current;
         self.shrink_by(held.saturating_sub(keep));

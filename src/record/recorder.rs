@@ -96,10 +96,8 @@ impl Recorder {
     ///
     /// A stack consists of the 64 innermost functions of the thread, or is returned by [`set_stack_source`]. It takes
     /// some microseconds, and milliseconds the first time, for its names. A program may have 65535 stacks and contexts.
-    /// On systems other than Unix all samples have the same stack, unless a source is set.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
+    /// On systems other than Unix all samples have the same stack, unless a source is set. Fails like
+    /// [`start`](Self::start).
     pub fn start_with_stacks(target: Target<'_>, bytes: u64) -> Result<Recorder, RecorderError> {
         let target = match target {
             Target::Memory => recorded::Target::Memory,

@@ -13,37 +13,11 @@ use crate::error::{Error, StreamMisuse};
 use super::checks::next_source;
 use super::meter::{Charge, Meter};
 
-/// What work does with a block.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Access {
-    /// Reads only.
-    Read,
-    /// Writes, and does not depend on what was there.
-    Write,
-    /// Reads and writes.
-    ReadWrite,
-}
-
-impl Access {
-    /// Whether the block's contents may change.
-    pub fn writes(self) -> bool {
-        self != Access::Read
-    }
-
-    /// The access that covers both.
-    pub fn merge(self, other: Access) -> Access {
-        match self == other {
-            true => self,
-            false => Access::ReadWrite,
-        }
-    }
-}
-
-/// Memory as a [`MemoryResource`](super::MemoryResource) hands it out: a value that names it. It does not free itself:
-/// its holder decides through which stack it goes back; a [`DeviceBuffer`](crate::DeviceBuffer) of the resource frees
-/// itself. It cannot be copied: its [`id`](Self::id) can.
+/// Memory allocated from a [`MemoryResource`](super::MemoryResource), as a value. Dropping it leaks the memory and what
+/// budgets charged for it: its holder deallocates it through the stack that it came from, while a
+/// [`DeviceBuffer`](crate::DeviceBuffer) of the resource frees itself. It cannot be copied; its [`id`](Self::id) can.
 ///
-/// `Send` and `Sync`. Losing it leaks the memory and what budgets charged for it.
+/// `Send` and `Sync`.
 #[must_use = "a lost block is leaked memory"]
 pub struct RawBlock {
     id: BlockId,
@@ -51,30 +25,29 @@ pub struct RawBlock {
     tag: Tag,
     /// The alignment is two to the power of this. A byte, so that the block is moved without a call of `memcpy`.
     alignment: u8,
-    /// How many resources of the stack keep an order of its uses that those below them do not know.
+    /// The number of resources of the stack that order its uses in a way that those below them do not know.
     keepers: u32,
     /// Its owner was dropped: a resource that cannot take it back now does so later.
     abandoned: bool,
-    /// The place where the block's source has entered it.
+    /// The position of the block in a table of its source.
     note: u64,
-    /// How many streams of its allocator had been retired before the block was handed out: while that number is the
-    /// same, its own stream is not among them.
+    /// How many streams of its allocator had been retired before the allocation: while that number is the same, its
+    /// own stream is not among them.
     retirements: u64,
-    /// What budgets charged for it, from the lowest one up. Few blocks have more than one.
+    /// What budgets charged for it, the lowest budget first. Most blocks have at most one.
     charges: SmallVec<[Charge; 1]>,
 }
 
 impl RawBlock {
-    /// Names memory that answers a request, under a new identity. For implementations of a source of memory.
+    /// Creates a block for a request, under a new identity. For implementations of a source of memory.
     ///
     /// # Errors
-    /// Those of [`Stream::id`]: the memory is still the caller's alone.
+    /// Those of [`Stream::id`]; the memory still belongs to the caller.
     ///
     /// # Safety
-    /// The holder of the result owns the memory, and safe code may give it back. So nothing else hands the memory
-    /// out, uses it or gives it back before [`deallocate_block`](super::MemoryResource::deallocate_block) has taken the
-    /// result. The memory is in the order of the stream, at a multiple of the requested alignment, and has `size`
-    /// usable bytes, at least those that were requested.
+    /// The holder of the result owns the memory: no other code hands it out, uses it or frees it before
+    /// [`deallocate_block`](super::MemoryResource::deallocate_block) has taken the result. The memory is in the order
+    /// of the stream, aligned as requested, and has `size` usable bytes, at least those that were requested.
     ///
     /// ```compile_fail,E0133
     /// # use cualloc::{Error, Request, driver::Stream, resource::RawBlock};
@@ -145,19 +118,16 @@ impl RawBlock {
         self.tag
     }
 
-    /// How many resources keep the order of its uses.
     #[inline]
     pub(crate) fn keepers(&self) -> u32 {
         self.keepers
     }
 
-    /// Set by a resource that begins or ends to keep the order of its uses: resources below take the block back only
-    /// from there.
+    /// Set by a resource that begins or ends to order its uses: resources below take the block back only from there.
     pub(crate) fn set_keepers(&mut self, keepers: u32) {
         self.keepers = keepers;
     }
 
-    /// What its source noted.
     #[inline]
     pub(crate) fn note(&self) -> u64 {
         self.note
@@ -178,7 +148,7 @@ impl RawBlock {
         self.retirements = retirements;
     }
 
-    /// Says that no owner will try again to give it back.
+    /// Marks the block as dropped by its owner, who will not try again to deallocate it.
     pub(crate) fn abandon(&mut self) {
         self.abandoned = true;
     }
@@ -188,7 +158,7 @@ impl RawBlock {
         self.abandoned
     }
 
-    /// Refuses a block of which a resource above still keeps the order of uses: its source may not take it back.
+    /// Refuses a block whose uses a resource above still orders: its source may not take it back.
     pub(crate) fn returned(&self) -> Result<(), Error> {
         match self.keepers {
             0 => Ok(()),
@@ -202,7 +172,6 @@ impl RawBlock {
         self.charges.push(charge);
     }
 
-    /// Ties charges to the memory.
     pub(crate) fn extend(&mut self, charges: impl IntoIterator<Item = Charge>) {
         self.charges.extend(charges);
     }
@@ -218,7 +187,6 @@ impl RawBlock {
         self.charges.iter()
     }
 
-    /// Takes the charge of a meter.
     pub(crate) fn detach(&mut self, meter: &Arc<Meter>) -> Option<Charge> {
         let at = self.charges().position(|charge| charge.is_of(meter))?;
         Some(self.charges.remove(at))

@@ -16,20 +16,18 @@ use super::usage::Usage;
 /// Bounds the bytes outstanding below it: live and pending bytes together never exceed the limit, from any number of
 /// threads. Reports their [`Pressure`] and calls listeners when it changes.
 ///
-/// What is outstanding below when the budget is made counts, as far as the resource there can tell. A request above
-/// the limit fails immediately; one that does not fit now gets one reap and one more try. Bytes are released when they
-/// have left the resource below: at the deallocation where it is synchronous, at a reap where it is not.
+/// What is outstanding below when the budget is created counts, as far as the resource there reports it. A request
+/// above the limit fails immediately; one that does not fit now is tried once more after a reap. Bytes are released
+/// when they have left the resource below: at the deallocation if it is synchronous, otherwise at a reap.
 ///
 /// A budget [of live bytes](Self::of_live) releases them at the deallocation in any case, and counts requests and
-/// failures: without a limit it is a statistics adaptor, with one the memory manager of a device. For a bound on live
-/// and pending bytes, put a second budget below it: both apply, and refuse in the same way.
+/// failures. To bound pending bytes as well, put a second budget below it.
 ///
 /// ```
 /// use cualloc::resource::{Budget, MemoryResource, Pressure};
 /// use cualloc::{Error, Request};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
+/// # let allocator = Allocator::with_config(&Simulator::new(SimConfig::default())?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let budget = Budget::new(allocator, Some(1024));
 /// let block = budget.allocate_block(&Request::new(1024), &stream)?;
@@ -49,7 +47,7 @@ pub struct Budget<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> Budget<R> {
-    /// A budget of `limit` bytes: none bounds nothing, 0 allows nothing.
+    /// A budget of `limit` bytes; `None` for no limit.
     pub fn new(inner: R, limit: Option<u64>) -> Budget<R> {
         let before = inner.usage().map_or(0, |usage| usage.outstanding());
         Budget {
@@ -61,19 +59,6 @@ impl<R: MemoryResource> Budget<R> {
 
     /// A budget of live bytes: a block leaves it when it is deallocated, also while its memory is still pending below.
     /// Counts what is allocated through it from now on, exact to the byte, its requests and its failures.
-    ///
-    /// ```
-    /// use cualloc::{Request, resource::{Budget, MemoryResource}};
-    /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-    /// # let sim = Simulator::new(SimConfig::default())?;
-    /// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
-    /// # let stream = allocator.create_stream()?;
-    /// let counted = Budget::of_live(allocator, None);
-    /// counted.deallocate_block(counted.allocate_block(&Request::new(1000), &stream)?)?;
-    /// let usage = counted.usage()?;
-    /// assert_eq!((usage.requested.current, usage.requested.peak, usage.requests), (0, 1000, 1));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
     pub fn of_live(inner: R, limit: Option<u64>) -> Budget<R> {
         Budget {
             inner,
@@ -111,9 +96,8 @@ impl<R: MemoryResource> Budget<R> {
         Pressure::of(usage.requested.current, usage.limit)
     }
 
-    /// Adds a listener, which gets the old and the new level at each change, whichever call caused it. It runs without
-    /// a lock, and may use the budget. Several threads may call it at the same time: each call's old level is another
-    /// call's new one.
+    /// Adds a listener, which gets the old and the new level at each change. It runs without a lock, possibly on
+    /// several threads at the same time, and may use the budget.
     pub fn on_pressure(&self, listener: impl Fn(Pressure, Pressure) + Send + Sync + 'static) {
         self.meter.listeners.add(listener);
     }
@@ -170,9 +154,9 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         self.inner.deallocate_block(block)
     }
 
-    /// As the resource below, except for what the budget counts: bytes requested that have not left it, less those
-    /// pending below, and the blocks allocated through it that have not left. The peak of the bytes is of live and
-    /// pending ones together. A budget of live bytes counts requests and failures as well.
+    /// As the resource below, except for what the budget counts: the requested bytes that have not left it, without
+    /// those pending below, and the blocks allocated through it. The peak of the bytes includes pending ones. A budget
+    /// of live bytes also counts requests and failures.
     fn usage(&self) -> Result<Usage, Error> {
         let below = self.inner.usage()?;
         let own = self.meter.lock().usage;

@@ -9,13 +9,12 @@ use super::block::RawBlock;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::Usage;
 
-/// The life of a record of an allocator, as a generation.
 #[inline(always)]
 fn generation(id: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(id)
 }
 
-/// The life of a block that came from here.
+/// The life of a block of this allocator.
 #[inline]
 fn life(allocator: &Allocator, id: &BlockId) -> Option<Lifetime> {
     let (generation, record) = ((id.generation() >> 32) as u32, id.generation() as u32);
@@ -44,7 +43,6 @@ fn record(allocator: &Allocator, id: &BlockId, stream: &Stream, over: bool) -> R
     engine.record(id.ptr(), &engine.named(stream)?, over)
 }
 
-/// The identity of an allocator's block as a block of a resource.
 pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
     let engine = block.engine();
     let (id, times) = block.generation();
@@ -52,8 +50,7 @@ pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
     BlockId::new((engine.id, life), range, stream, engine.device.ordinal())
 }
 
-/// Whether the stream of an allocator's block was retired, or is about to be, so that the allocator takes its last
-/// marker for the end of all its work. Never of a block of which a resource above the allocator keeps the order of uses.
+/// [`MemoryResource::has_retired_stream`] for an allocator's block. False if a resource above orders the block's uses.
 #[inline]
 pub(crate) fn is_retired(allocator: &Allocator, block: &RawBlock) -> bool {
     allocator.engine().retirements() != block.retirements() && may_be_retired(allocator, block)
@@ -65,7 +62,7 @@ fn may_be_retired(allocator: &Allocator, block: &RawBlock) -> bool {
     block.keepers() == 0 && life(allocator, &block.id()).is_some_and(retired)
 }
 
-/// Names a block that was handed out to a stream after a number of retirements.
+/// The block of a grant to a stream after a number of retirements.
 #[inline(always)]
 pub(crate) fn named(
     engine: &Engine,
@@ -90,7 +87,7 @@ fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result
     Ok(named(engine, &grant, request, from))
 }
 
-/// Frees a small block, if its stream cache suffices for that. If not it is false, and nothing has changed.
+/// Frees a small block if its stream cache can take it. Otherwise returns false and changes nothing.
 #[inline(always)]
 pub(crate) fn try_free(allocator: &Allocator, block: &RawBlock) -> bool {
     block.keepers() == 0
@@ -116,17 +113,14 @@ fn deallocate_watched(allocator: &Allocator, block: RawBlock) -> Result<(), Refu
 }
 
 /// The caching resource. Deallocated memory goes to the cache, which keeps it from other streams until every recorded
-/// use is complete: no bytes are pending here, and the allocator's limit bounds what is held from the driver.
-///
-/// Uses are tracked for reuse: [`record_use`](MemoryResource::record_use) accepts any stream, preparing and finishing a
-/// use only the block's own. An [`AccessOrdered`](super::AccessOrdered) on top keeps the order of streams.
-// SAFETY: a block has one owner by the metadata of its allocator, which keeps memory from other streams until
-// every recorded use is complete, and finds blocks by a unique key.
+/// use is complete: no bytes are pending here. An [`AccessOrdered`](super::AccessOrdered) on top orders streams.
+// SAFETY: a block has one owner by the metadata of its allocator, which keeps memory from other streams until every
+// recorded use is complete, and finds blocks by a unique key.
 unsafe impl MemoryResource for Allocator {
     #[inline]
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let engine = self.engine();
-        // Before there is a block, so that a retirement meanwhile is seen.
+        // Read before the allocation, so that a retirement meanwhile is noticed.
         let retirements = engine.retirements();
         if request.is_plain()
             && request.alignment().is_power_of_two()

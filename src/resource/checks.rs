@@ -1,4 +1,4 @@
-//! What every source of memory refuses, and the numbers of sources.
+//! Checks that every source of memory makes, and the numbers of sources.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,14 +9,12 @@ use crate::error::{Error, InvalidArgument, StreamMisuse};
 /// Addresses of the driver's allocations are multiples of this many bytes.
 pub(crate) const DRIVER_ALIGNMENT: usize = 256;
 
-/// The next number of a source of blocks that is not an allocator: in the half of the range that allocators' numbers,
-/// which count up from 1, do not reach.
+/// The next number of a source of blocks that is not an allocator. Allocators count up from 1.
 pub(crate) fn next_source() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1 << 63);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The device of an ordinal.
 pub(crate) fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error> {
     let devices = driver.device_count()?;
     if ordinal >= devices {
@@ -25,7 +23,7 @@ pub(crate) fn device_of(driver: &Driver, ordinal: usize) -> Result<Device, Error
     Ok(driver.device(ordinal)?)
 }
 
-/// Refuses a request for no bytes or too many, and an alignment above `alignment`.
+/// Refuses an invalid size, and an alignment above `alignment` bytes.
 pub(crate) fn check_request(request: &Request, alignment: usize) -> Result<(), Error> {
     let bytes = request.bytes();
     if bytes == 0 || Request::round(bytes).is_none() {
@@ -40,7 +38,7 @@ pub(crate) fn check_request(request: &Request, alignment: usize) -> Result<(), E
     Ok(())
 }
 
-/// Refuses a stream of another driver than that of a context, if there is one.
+/// Refuses a stream of another driver than the context's.
 #[inline]
 pub(crate) fn same_driver(home: Option<&Context>, stream: &Stream) -> Result<(), Error> {
     let driver = stream.context().driver();

@@ -1,4 +1,4 @@
-//! Memory straight from the driver: one driver allocation per block.
+//! Memory directly from the driver: one driver allocation per block.
 
 use std::collections::HashMap;
 
@@ -14,18 +14,15 @@ use super::checks::{DRIVER_ALIGNMENT, check_request, next_source, same_device};
 use super::traits::MemoryResource;
 use super::usage::Usage;
 
-/// Memory straight from the driver, one call per block. Both calls are synchronous and independent of the stream: a
-/// block may be used on every stream of the context immediately, and
+/// Memory directly from the driver, one call per block. A block may be used immediately on every stream of the context.
 /// [`deallocate_block`](MemoryResource::deallocate_block) blocks the calling thread until all work of the context, and
-/// of the context of the block's stream, is complete, so that no use needs to be recorded; its bytes leave immediately.
-///
-/// Work on streams of further contexts is not waited for: uses there must be complete before.
+/// of the context of the block's stream, is complete, so no use needs to be recorded; uses in further contexts must be
+/// complete before.
 ///
 /// ```
 /// use cualloc::{Request, resource::{CudaMemory, MemoryResource}};
 /// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let direct = CudaMemory::new(&context);
 /// let block = direct.allocate_block(&Request::new(1 << 20), &stream)?;
@@ -72,8 +69,8 @@ impl CudaMemory {
         let entered = self.context.enter()?;
         // A second call with this id finds nothing to free.
         self.table().live.remove(id).ok_or_else(|| id.gone())?;
-        // SAFETY: made by `mem_alloc` here and not yet freed, as the table said; the work of the
-        // context and of the stream's is complete, and that of others is the caller's to have waited for.
+        // SAFETY: allocated by `mem_alloc` and not freed, according to the table; the work of both contexts is
+        // complete, and the caller has waited for that of others.
         let freed = unsafe { entered.mem_free(id.ptr()) };
         let mut table = self.table();
         match freed {

@@ -1,4 +1,4 @@
-//! Blocks whose owner was dropped, also those that cannot be freed yet.
+//! Blocks whose owner was dropped, including those that cannot be freed yet.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,11 +10,11 @@ use crate::locks::held::Mutex;
 use super::block::RawBlock;
 use super::traits::MemoryResource;
 
-/// Each block is freed by a later call that may find the capture ended, or succeed in the driver: one of its resource,
-/// or one that does the postponed work of the process. Until then it is live, and keeps its resource.
+/// Blocks that a later call frees, once the capture has ended or the driver no longer refuses: a call of the resource,
+/// or one that does the deferred work of the process. Until then a block is live and keeps its resource.
 static KEPT: Mutex<Vec<(Arc<dyn MemoryResource>, RawBlock)>> = Mutex::new(Vec::new());
 
-/// Whether there is any. Changed under the lock of the list.
+/// Whether the list has blocks. Changed under its lock.
 static ANY: AtomicBool = AtomicBool::new(false);
 
 /// Deallocates a block that has no owner, or keeps it for a later call.
@@ -24,14 +24,14 @@ pub(crate) fn give_back(resource: &Arc<dyn MemoryResource>, block: RawBlock, wha
     }
 }
 
-/// Deallocates a block that has no owner, of a resource that cannot be kept.
+/// Like [`give_back`], for a resource that cannot be kept: after a failure the block leaks.
 pub(crate) fn give_back_now(resource: &impl MemoryResource, block: RawBlock, what: &str) {
     if let Err(failure) = deallocate(resource, block) {
         log_rarely(&failure.error, what);
     }
 }
 
-/// A failure may be over already, so a second try follows.
+/// Tries twice, since a failure may be transient.
 fn deallocate(
     resource: &(impl MemoryResource + ?Sized),
     mut block: RawBlock,
@@ -60,7 +60,7 @@ fn put(resource: Arc<dyn MemoryResource>, block: RawBlock) {
     process::BLOCKS.postpone(|| free_kept(None));
 }
 
-/// Tries to free the blocks of a resource that are kept.
+/// Frees the kept blocks of a resource, as far as possible.
 #[inline]
 pub(crate) fn retry(resource: &impl MemoryResource) {
     if ANY.load(Ordering::Acquire) && !process::is_gone() {
@@ -68,7 +68,6 @@ pub(crate) fn retry(resource: &impl MemoryResource) {
     }
 }
 
-/// Tries to free blocks of a source, or all.
 #[cold]
 fn free_kept(source: Option<u64>) {
     let chosen = |(_, block): &mut (_, RawBlock)| source.is_none_or(|it| it == block.id().source());

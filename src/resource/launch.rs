@@ -1,15 +1,14 @@
-//! Ordering a launch with other uses of the memory that it reads and writes.
+//! Orders a launch with other uses of the memory that it reads and writes.
 
-use crate::block::{BlockId, BlockState};
+use crate::block::{Access, BlockId, BlockState};
 use crate::driver::{Stream, process};
 use crate::error::{Error, StreamMisuse};
 
-use super::block::Access;
 use super::traits::{MemoryResource, UseTracking};
 
-/// Memory that a launch can use: a block, a slice, a column. A launch keeps identities, not borrows.
+/// Memory that a launch can use. A launch stores identities, not borrows.
 pub trait LaunchBuffer {
-    /// The block of the memory; none where there are no bytes, and of foreign memory.
+    /// The block of the memory; none for empty or foreign memory.
     fn launch_id(&self) -> Option<BlockId>;
 
     /// Whether the memory is foreign: no resource of this crate allocated it.
@@ -33,7 +32,7 @@ impl LaunchBuffer for super::RawBlock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Recording,
-    /// After the preflight, at which the stream had this id.
+    /// After the preflight; the id that the stream had then.
     Ready(u64),
     Committed,
 }
@@ -44,8 +43,7 @@ enum Phase {
 /// ```
 /// use cualloc::{Request, resource::{AccessOrdered, Launch, MemoryResource}};
 /// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// let resource = AccessOrdered::new(Allocator::with_config(&context, Config::new())?);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let input = resource.allocate_block(&Request::new(64), &a)?;
@@ -75,8 +73,8 @@ pub struct Launch<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> Launch<R> {
-    /// Creates a launch on a stream, with blocks of a resource (or a handle to it). Buffers whose uses are not tracked
-    /// are rejected, with the reason, before anything is queued.
+    /// Creates a launch on a stream, with blocks of a resource. Buffers whose uses are not tracked are rejected before
+    /// anything is queued.
     pub fn strict(resource: R, on: &Stream) -> Self {
         Launch::new(resource, on, true)
     }
@@ -106,18 +104,12 @@ impl<R: MemoryResource> Launch<R> {
         self.record(buffer, Access::Read)
     }
 
-    /// Records that the launch writes a buffer.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
+    /// Records that the launch writes a buffer. Fails like [`read`](Self::read).
     pub fn write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::Write)
     }
 
-    /// Records that the launch reads and writes a buffer.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
+    /// Records that the launch reads and writes a buffer. Fails like [`read`](Self::read).
     pub fn read_write(&mut self, buffer: &impl LaunchBuffer) -> Result<&mut Self, Error> {
         self.record(buffer, Access::ReadWrite)
     }
@@ -158,7 +150,7 @@ impl<R: MemoryResource> Launch<R> {
         }
         let (stream, device) = (self.stream.own_id(), self.resource.ordinal());
         let tracking = self.resource.use_tracking();
-        // Where only reuse is tracked, a stream is in order with itself and no other.
+        // Where only reuse is tracked, a block can be used in order on its own stream alone.
         let in_order = |block: &BlockId| match tracking {
             UseTracking::Access => true,
             UseTracking::Reuse => block.stream_id() == stream,
@@ -205,7 +197,7 @@ impl<R: MemoryResource> Launch<R> {
             return Ok(());
         }
         if self.stream.own_id() != named {
-            // On this thread the handle means another stream. Work that is complete needs no record.
+            // On this thread the handle means another stream. Complete work needs no record.
             return Ok(self.stream.context().enter()?.synchronize()?);
         }
         let mut first = Ok(());

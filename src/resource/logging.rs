@@ -109,10 +109,10 @@ fn message(mut text: String) -> String {
     text
 }
 
-/// The destination of records. Called by many threads, without a lock of the adaptor. A closure is a sink; `()` is one
-/// that takes no records, so that none is created and no memory is allocated.
+/// The destination of records. Called by many threads, without a lock of the adaptor. A closure is a sink; with `()`
+/// no record is created and no memory allocated.
 pub trait LogSink: Send + Sync {
-    /// Whether the sink takes records: if not, none is made.
+    /// Whether records are created.
     #[doc(hidden)]
     fn is_enabled(&self) -> bool {
         true
@@ -121,7 +121,7 @@ pub trait LogSink: Send + Sync {
     /// Takes a record.
     ///
     /// # Errors
-    /// Any: the adaptor counts the record as dropped, and its caller does not notice.
+    /// Any: the adaptor counts the record as dropped.
     fn log(&self, record: &LogRecord) -> io::Result<()>;
 }
 
@@ -158,8 +158,7 @@ impl LogSink for () {
 /// use cualloc::{Request, resource::{Logging, MemoryResource, RingSink}};
 /// use std::sync::Arc;
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
+/// # let allocator = Allocator::with_config(&Simulator::new(SimConfig::default())?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let ring = Arc::new(RingSink::default());
 /// let logged = Logging::new(allocator, ring.clone());
@@ -269,7 +268,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         &self.inner
     }
 
-    /// A record that names no block yet.
+    /// A record without a block.
     fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         LogRecord {

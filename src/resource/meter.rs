@@ -10,8 +10,7 @@ use crate::locks::lock::{Held, Lock};
 use super::pressure::{Listeners, Pressure};
 use super::usage::Usage;
 
-/// Counts bytes against a limit. All methods may be called from any thread; a charge never exceeds the limit. In a
-/// forked child nothing is counted.
+/// Counts bytes against a limit, which charges never exceed. In a forked child nothing is counted.
 pub(crate) struct Meter {
     state: Lock<State>,
     pub(super) listeners: Listeners,
@@ -21,13 +20,12 @@ pub(crate) struct Meter {
 pub(super) struct State {
     /// The limit, charged bytes as requested ones, charged blocks, requests and failures.
     pub usage: Usage,
-    /// Bytes among those charged that were outstanding when the budget was made and have not left since.
+    /// The charged bytes that were outstanding when the budget was created.
     base: u64,
     level: Pressure,
 }
 
 impl Meter {
-    /// A meter of a resource with `base` bytes outstanding.
     pub(crate) fn new(limit: Option<u64>, base: u64) -> Arc<Meter> {
         let mut state = State {
             base,
@@ -66,7 +64,7 @@ impl Meter {
         self.change(|state| state.usage.limit = limit);
     }
 
-    /// Takes `bytes` out of the budget for a block, all or nothing; none if they do not fit.
+    /// Charges the bytes of a block; none if they do not fit.
     #[inline]
     pub(crate) fn charge(self: &Arc<Self>, bytes: u64) -> Option<Charge> {
         self.change(|state| {
@@ -95,7 +93,7 @@ impl Meter {
         (bytes > 0).then(|| self.charged(&mut state, bytes))
     }
 
-    /// Bytes of the base leave by other ways than through the budget: no more are left than are outstanding.
+    /// Reduces the base to the outstanding bytes, since blocks may be deallocated without the budget.
     pub(crate) fn shrink_base(&self, outstanding: u64) {
         self.change(|state| {
             let gone = state.base.saturating_sub(outstanding);
@@ -104,7 +102,7 @@ impl Meter {
         });
     }
 
-    /// A charge of bytes that are counted already.
+    /// Creates a charge for bytes that are already counted.
     #[inline]
     fn charged(self: &Arc<Self>, state: &mut State, bytes: u64) -> Charge {
         state.usage.blocks.add(1);
@@ -140,7 +138,7 @@ impl State {
         }
     }
 
-    /// Counts bytes. Sums of bytes are not kept: requests that fail would be among them.
+    /// Counts bytes. There are no sums of bytes, which would include failed requests.
     #[inline]
     fn add(&mut self, bytes: u64) {
         let requested = &mut self.usage.requested;
@@ -155,7 +153,7 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// Bytes taken out of a budget, returned on drop. Must not be dropped under a lock: it calls listeners.
+/// Charged bytes, released on drop. Must not be dropped under a lock, since it calls listeners.
 #[derive(Debug)]
 pub(crate) struct Charge {
     meter: Arc<Meter>,

@@ -5,30 +5,19 @@
 //! | source | allocation | deallocation | uses on other streams |
 //! |---|---|---|---|
 //! | [`Allocator`](crate::Allocator) | from its cache | into its cache, no driver call on one stream | `record_use`: reuse waits |
-//! | [`AccessOrdered`] over another | that one's, with a ready point | its stream waits for all uses | reads and writes are put in order |
-//! | [`TypedPool`], [`ThresholdPool`] | from their allocator | into its cache | as there |
-//! | [`WorkspacePool`] | a slab of its size class | kept for the stream | `record_use`: reuse waits |
-//! | [`DriverPool`] | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
+//! | [`AccessOrdered`] over another | that one's, with a ready event | its stream waits for all uses | reads and writes are ordered |
+//! | [`TypedPool`](crate::pool::TypedPool), [`ThresholdPool`](crate::pool::ThresholdPool) | from their allocator | into its cache | as there |
+//! | [`WorkspacePool`](crate::pool::WorkspacePool) | a slab of its size class | kept for the stream | `record_use`: reuse waits |
+//! | [`DriverPool`](crate::pool::DriverPool) | `cuMemAllocFromPoolAsync` | its stream waits for recorded uses | `record_use`: reuse waits |
 //! | [`CudaMemory`] | `cuMemAlloc` | waits for the device, `cuMemFree` | none needed |
 //!
-//! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`],
-//! [`Relief`], [`Logging`], [`Sanitizer`]. A [`Launch`] declares what a launch reads and writes.
-//! Some types of other systems are compositions here:
+//! Adaptors wrap any resource, other adaptors included, and are resources themselves: [`Budget`], [`Relief`],
+//! [`Logging`], [`Sanitizer`]. A [`Launch`] declares what a launch reads and writes. A memory guard of other systems is
+//! a `Relief<Budget<R>>`, statistics and a memory manager are a [`Budget::of_live`] without and with a limit, and a
+//! device runtime is a stack such as the [`standard`] one with a [`StreamPool`], one per device in a [`PerDevice`].
 //!
-//! | type | composition |
-//! |---|---|
-//! | guard | `Relief<Budget<R>>`: hooks and a policy over a bound; a reserve is a buffer of it |
-//! | statistics | [`Budget::of_live`] without a limit: exact live bytes, requests and failures counted |
-//! | memory manager of a device | [`Budget::of_live`] with a limit |
-//! | device runtime | a stack, for instance the [`standard`] one, and a [`StreamPool`]; one for each device in a [`PerDevice`] |
-//!
-//! [`ThresholdPool`]: crate::pool::ThresholdPool
-//! [`TypedPool`]: crate::pool::TypedPool
-//! [`WorkspacePool`]: crate::pool::WorkspacePool
-//! [`DriverPool`]: crate::pool::DriverPool
-//!
-//! No adaptor takes a lock where it only passes through, and no driver call, hook, listener or
-//! callback runs under a lock.
+//! No adaptor takes a lock where it only passes calls on, and no driver call, hook, listener or callback runs under a
+//! lock.
 
 mod block;
 mod budget;
@@ -47,14 +36,13 @@ mod sanitizer;
 mod stream_pool;
 mod traits;
 mod usage;
-mod uses;
 mod watchdog;
 
 pub use crate::allocator::ReliefHook;
-pub use crate::block::BlockState;
+pub use crate::block::{Access, BlockState};
 #[doc(hidden)]
 pub use crate::clock::Clock;
-pub use block::{Access, RawBlock};
+pub use block::RawBlock;
 pub use budget::Budget;
 pub use cuda_memory::CudaMemory;
 pub use launch::{Launch, LaunchBuffer};

@@ -1,4 +1,4 @@
-//! Memory in the order of streams, with reads and writes distinguished.
+//! Memory whose reads and writes on several streams are ordered.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,40 +7,38 @@ use crate::allocator::{Allocator, Request, Trimmed};
 use crate::driver::{Stream, process};
 use crate::locks::held::{Locked, Mutex};
 
-use super::block::{Access, RawBlock};
+use super::block::RawBlock;
 use super::checks::{same_device, same_driver};
 use super::dropped::{give_back_now, retry};
 use super::meter::Charge;
 use super::traits::{MemoryResource, UseTracking};
 use super::usage::Usage;
-use super::uses::Uses;
-use crate::block::{BlockId, BlockState};
+use crate::block::{Access, BlockId, BlockState};
 use crate::error::{Error, Refused, StreamMisuse};
 use crate::sync::capture;
 use crate::sync::event::{EventPools, Pooled};
 use crate::sync::order::wait_for_context;
 use crate::sync::point::Point;
+use crate::sync::uses::Uses;
 
-/// Pending deallocations of a stream after which a deallocation queries whether they are complete.
+/// A deallocation queries the driver once per this number of pending ones on a stream.
 const QUERY: usize = 32;
 
-/// Memory in the order of streams, with the use of each block tracked by access.
+/// Memory in the order of streams, with the uses of each block tracked by access.
 ///
 /// An allocation records a ready event on the stream, which counts as the first write.
 /// [`prepare_use`](MemoryResource::prepare_use) makes a stream wait for the last write, and before a write also for all
 /// reads since; [`finish_use`](MemoryResource::finish_use) records the new use. A deallocation makes the block's own
-/// stream wait for all uses on others and then gives the block back in the order of that stream; its bytes count as
-/// pending until a [`reap`](MemoryResource::reap) has seen that work complete. (With every 32 of them pending on a
-/// stream, a deallocation also queries, without waiting, whether they are complete.)
+/// stream wait for all other uses; the bytes are pending until a [`reap`](MemoryResource::reap), or one of every 32
+/// later deallocations on the stream, finds that work complete.
 ///
-/// Events come from a pool per context, so steady work creates none. No lock is held during a driver call. A borrowed
-/// stream must live until the blocks allocated on it are deallocated; events stand for what is pending on it then.
+/// Events are pooled per context. No lock is held during a driver call. A borrowed stream must live until the blocks
+/// allocated on it are deallocated.
 ///
 /// ```
 /// use cualloc::{Request, resource::{Access, AccessOrdered, MemoryResource}};
 /// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// let resource = AccessOrdered::new(Allocator::with_config(&context, Config::new())?);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let block = resource.allocate_block(&Request::new(4096), &a)?;
@@ -60,15 +58,14 @@ pub struct AccessOrdered<R: MemoryResource = Allocator> {
     metadata: Mutex<Metadata>,
 }
 
-/// What the resource knows of its blocks.
 #[derive(Debug, Default)]
 struct Metadata {
-    /// Of live blocks.
+    /// The figures of live blocks.
     usage: Usage,
     blocks: HashMap<u64, Arc<Entry>>,
-    /// Pending deallocations by stream, in the order of their numbers.
+    /// Pending deallocations by stream, in numerical order.
     pending: HashMap<u64, Vec<Pending>>,
-    /// Deallocations so far, of all streams.
+    /// The number of the last deallocation on any stream.
     numbers: u64,
 }
 
@@ -77,9 +74,9 @@ struct Metadata {
 struct Entry {
     id: BlockId,
     stream: Stream,
-    /// Charges that belong to what is below this resource, and leave with the block.
+    /// The number of charges of budgets below this resource.
     charges_below: usize,
-    /// Resources below this one that keep an order, too.
+    /// The number of resources below this one that order uses as well.
     keepers_below: u32,
     uses: Mutex<Uses>,
 }
@@ -105,12 +102,11 @@ impl Entry {
 struct Pending {
     id: BlockId,
     number: u64,
-    /// The marker was recorded after those of all deallocations up to this number.
+    /// The marker also covers all deallocations up to this number.
     covers: u64,
     marker: Arc<Pooled>,
     quarantined: bool,
-    /// End when the bytes leave.
-    #[expect(dead_code, reason = "held for its drop")]
+    #[expect(dead_code, reason = "charges end when the bytes leave")]
     charges: Vec<Charge>,
 }
 
@@ -120,7 +116,7 @@ fn bytes<'a>(pending: impl IntoIterator<Item = &'a Pending>) -> u64 {
 }
 
 impl<R: MemoryResource> AccessOrdered<R> {
-    /// Over another resource, whose memory must be in the order of streams.
+    /// Creates it over another resource, whose memory must be in the order of streams.
     pub fn new(inner: R) -> AccessOrdered<R> {
         AccessOrdered {
             inner,
@@ -151,21 +147,19 @@ impl<R: MemoryResource> AccessOrdered<R> {
         }
     }
 
-    /// Makes the block's stream wait for all uses on others, and marks the place; no marker if all
-    /// of it is already complete.
+    /// Makes the block's stream wait for all other uses, and records a marker; none if everything is complete.
     fn complete_uses(&self, entry: &Entry, points: &[Point]) -> Result<Option<Pooled>, Error> {
         let here = entry.stream.own_id();
         for point in points {
             point.hold_back(&entry.stream, here, &self.events)?;
         }
         if here != entry.id.stream_id() {
-            // A per-thread handle means another stream here. It waits for other contexts, and this thread for it and
-            // all other streams of its context.
+            // A per-thread handle means another stream on this thread, so the host waits for the context.
             wait_for_context(entry.stream.context())?;
             return Ok(None);
         }
         if entry.uses().is_any() && self.inner.use_tracking() != UseTracking::None {
-            // A stream that was retired below has got work again, if only by the waits.
+            // If the stream was retired below, the waits above are new work on it.
             self.inner.record_use(&entry.id, &entry.stream)?;
         }
         Ok(Some(self.events.record(&entry.stream)?))
@@ -206,7 +200,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
         Ok(())
     }
 
-    /// After the resource below took a block back: its bytes are pending, unless there is no marker to wait for.
+    /// Adds a pending deallocation, unless there is no marker to wait for.
     fn deallocated(&self, id: BlockId, marker: Option<Pooled>, covers: u64, charges: Vec<Charge>) {
         let mut guard = self.metadata();
         let metadata = &mut *guard;
@@ -233,7 +227,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
         }
     }
 
-    /// After a marker was seen complete: the bytes that it covers leave. How many.
+    /// Removes the deallocations that a complete marker covers, and returns their bytes.
     fn complete(&self, stream: u64, number: u64, covers: u64) -> u64 {
         let mut metadata = self.metadata();
         let Some(queue) = metadata.pending.get_mut(&stream) else {
@@ -249,8 +243,7 @@ impl<R: MemoryResource> AccessOrdered<R> {
         bytes(&over)
     }
 
-    /// Waits for the deallocations of a stream with numbers up to `last`, beginning with the newest marker, which
-    /// usually covers all.
+    /// Waits for the deallocations of a stream up to number `last`; the newest marker usually covers all.
     fn reap_stream(&self, stream: u64, last: u64) -> Result<u64, Error> {
         let newest = || {
             let metadata = self.metadata();
@@ -299,7 +292,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         if let Some(old) = metadata.blocks.get(&ptr) {
             let old = (ptr, old.id.bytes() as u64);
             drop(metadata);
-            // Freeing it below would free the memory of the existing block.
+            // Deallocating it below would free the memory of the existing block.
             log::error!("memory at {ptr:#x} was handed out twice; the second block leaks");
             return Err(Error::Overlap {
                 new: (ptr, request.bytes() as u64),
@@ -331,10 +324,10 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         Some(&self.inner)
     }
 
-    /// As the resource below says, but for live and pending blocks, which are those of this one.
+    /// As the resource below, except for live and pending blocks, which this one counts.
     fn usage(&self) -> Result<Usage, Error> {
         let mut usage = self.inner.usage()?;
-        // Both of one instant: what is not live any more is pending.
+        // A consistent snapshot: a block is either live or pending.
         let metadata = self.metadata();
         (usage.requested, usage.blocks) = (metadata.usage.requested, metadata.usage.blocks);
         usage.pending = metadata.pending.values().map(bytes).sum();
@@ -368,12 +361,10 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
     }
 
     fn state(&self, id: &BlockId) -> BlockState {
-        let metadata = self.metadata();
-        if let Some(entry) = metadata.blocks.get(&id.ptr())
-            && entry.id == *id
-        {
+        if self.entry(id).is_ok() {
             return BlockState::Live;
         }
+        let metadata = self.metadata();
         let mut pending = metadata.pending.values().flatten();
         match pending.find(|pending| pending.id == *id) {
             Some(pending) if pending.quarantined => BlockState::Quarantined,
@@ -425,7 +416,7 @@ unsafe impl<R: MemoryResource> MemoryResource for AccessOrdered<R> {
         };
         let mut uses = entry.uses();
         uses.done(stream, access, begin, event);
-        // A free that began meanwhile does not know of this use.
+        // A deallocation that began meanwhile does not wait for this use.
         if uses.closed { Err(id.gone()) } else { result }
     }
 }

@@ -15,11 +15,10 @@ use super::sanitizer::Sanitizer;
 use super::traits::MemoryResource;
 
 type Build<T> = dyn Fn(usize) -> Result<T, Error> + Send + Sync;
-/// A value that is built, is being built, or, if none, could not be built.
+/// A value that is built or being built; none if that failed.
 type Slot<T> = Arc<OnceLock<Option<T>>>;
 
-/// One `T` for each device, built on first use. Each is built once, also if many threads ask for it; a
-/// build that failed is repeated by the next call.
+/// One `T` for each device, built once, on first use; a failed build is repeated by the next call.
 ///
 /// ```
 /// use cualloc::resource::PerDevice;
@@ -35,8 +34,8 @@ pub struct PerDevice<T> {
 }
 
 impl<T: Clone> PerDevice<T> {
-    /// Values that a function builds for the ordinal of a device. The function runs without a lock; other threads that
-    /// ask for the same device wait for it, so it must not ask for that device itself.
+    /// Creates it with a function that builds the value of a device, by ordinal. It runs without a lock, but other
+    /// threads that request the same device wait for it, and it must not request that device itself.
     pub fn new(build: impl Fn(usize) -> Result<T, Error> + Send + Sync + 'static) -> PerDevice<T> {
         PerDevice {
             build: Box::new(build),
@@ -60,7 +59,7 @@ impl<T: Clone> PerDevice<T> {
             if let Some(error) = failure {
                 return Err(error);
             }
-            // Another thread got the error of the build that this one waited for.
+            // The build of another thread failed, which returns the error.
         }
     }
 
@@ -74,8 +73,7 @@ impl<T: Clone> PerDevice<T> {
 
 impl PerDevice<Arc<dyn MemoryResource>> {
     /// The [usual stacks](standard) of the process, each on the primary context of its device. The driver is loaded
-    /// on first use; [`get`](Self::get) fails with [`Error::DriverUnavailable`], [`Error::InvalidDevice`], or an
-    /// error of [`standard`].
+    /// by the first [`get`](Self::get).
     pub fn global() -> &'static PerDevice<Arc<dyn MemoryResource>> {
         static ALL: OnceLock<PerDevice<Arc<dyn MemoryResource>>> = OnceLock::new();
         ALL.get_or_init(|| {
@@ -87,9 +85,8 @@ impl PerDevice<Arc<dyn MemoryResource>> {
     }
 }
 
-/// The usual stack: [`AccessOrdered`] over a caching allocator with default settings, under a [`Sanitizer`] where the
-/// environment asks for its checks. A runtime is such a stack, or any other, with a
-/// [`StreamPool`](super::StreamPool); one for each device is a [`PerDevice`].
+/// The usual stack: [`AccessOrdered`] over a caching allocator with default settings, under a [`Sanitizer`] if the
+/// environment turns on any of its checks.
 ///
 /// ```
 /// use cualloc::resource::{PerDevice, standard};

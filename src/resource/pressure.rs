@@ -12,7 +12,7 @@ use crate::locks::held::{Mutex, RwLock};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(u8)]
 pub enum Pressure {
-    /// More than 30 % are free, or there is no limit.
+    /// More than 30 % is free, or there is no limit.
     #[default]
     None,
     /// More than 10 %.
@@ -26,8 +26,7 @@ pub enum Pressure {
 }
 
 impl Pressure {
-    /// The level of a limit in bytes with `used` bytes in use. Without a limit there is no pressure; of
-    /// a limit of 0 nothing is free.
+    /// Returns the level with `used` bytes in use of a limit in bytes.
     #[inline]
     pub fn of(used: u64, limit: Option<u64>) -> Pressure {
         let Some(limit) = limit else {
@@ -59,10 +58,9 @@ impl fmt::Display for Pressure {
     }
 }
 
-/// Gets the old and the new level. Called without a lock.
+/// Gets the old and the new level.
 type Listener = dyn Fn(Pressure, Pressure) + Send + Sync;
 
-/// The listeners to changes of a level.
 #[derive(Default)]
 pub(super) struct Listeners(RwLock<Arc<Vec<Arc<Listener>>>>);
 
@@ -80,11 +78,9 @@ impl Listeners {
     }
 }
 
-/// Classifies how much of something is in use by two fractions, reports changes, and requests memory back when the use
-/// is critical. `Send` and `Sync`; hooks run without a lock, on the thread that observes.
-///
-/// It has no thread and no clock: call [`observe`](Self::observe), for instance from the probe of a
-/// [`Watchdog`](super::Watchdog).
+/// Classifies the fraction of something that is in use, reports changes of the level, and calls a hook to free memory
+/// while it is critical. `Send` and `Sync`; hooks run without a lock, on the thread that calls
+/// [`observe`](Self::observe), for instance the probe of a [`Watchdog`](super::Watchdog).
 ///
 /// ```
 /// use cualloc::resource::{Pressure, PressureMonitor};
@@ -96,7 +92,6 @@ impl Listeners {
 /// # Ok::<(), cualloc::Error>(())
 /// ```
 pub struct PressureMonitor {
-    /// The fractions in use from which on the level is [`Pressure::High`] and [`Pressure::Critical`].
     warning: f64,
     critical: f64,
     observed: Mutex<Observed>,
@@ -107,12 +102,13 @@ pub struct PressureMonitor {
 #[derive(Debug, Default)]
 struct Observed {
     level: Pressure,
-    /// Bytes that the eviction hook freed, and its calls.
+    /// As returned by [`PressureMonitor::evicted`].
     evicted: (u64, u64),
 }
 
 impl PressureMonitor {
-    /// A monitor with a warning and a critical fraction in use.
+    /// Creates a monitor with the fractions in use from which on the level is [`Pressure::High`] and
+    /// [`Pressure::Critical`].
     ///
     /// # Errors
     /// [`InvalidArgument::Setting`], with the fraction in percent, unless 0 < warning < critical <= 1.
@@ -143,8 +139,8 @@ impl PressureMonitor {
         self
     }
 
-    /// Sets the hook that is called at each observation of [`Pressure::Critical`]: it gets the bytes in use
-    /// beyond the warning fraction, and one more, and returns how many it freed.
+    /// Sets the hook that each observation of [`Pressure::Critical`] calls. It gets the number of bytes to free for
+    /// the use to fall below the warning fraction, and returns how many it freed.
     pub fn on_eviction(
         mut self,
         hook: impl Fn(u64) -> u64 + Send + Sync + 'static,
@@ -153,8 +149,7 @@ impl PressureMonitor {
         self
     }
 
-    /// The level with `used` of `total` bytes in use: [`Pressure::None`] below the warning fraction,
-    /// [`Pressure::High`] from there on, [`Pressure::Critical`] from the critical fraction on. A total of 0 has none.
+    /// Returns the level with `used` of `total` bytes in use; [`Pressure::None`] below the warning fraction.
     pub fn classify(&self, used: u64, total: u64) -> Pressure {
         let share = used as f64 / total as f64;
         match total {
@@ -175,7 +170,7 @@ impl PressureMonitor {
         process::lock(&self.observed).evicted
     }
 
-    /// Observes `used` of `total` bytes in use.
+    /// Observes `used` of `total` bytes in use, and returns the level.
     pub fn observe(&self, used: u64, total: u64) -> Pressure {
         let level = self.classify(used, total);
         // Under the lock, so that each change begins with the level that the previous one ended with.

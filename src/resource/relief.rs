@@ -1,4 +1,4 @@
-//! The relief adaptor: what is done when memory runs out.
+//! The relief adaptor: hooks and a policy for out-of-memory conditions.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::clock::{Clock, Wakeup};
 use crate::error::{Error, Refused};
 use crate::locks::held::RwLock;
 
-/// The interval of the waiting policy.
+/// The interval of [`OomPolicy::Wait`].
 const POLL: Duration = Duration::from_millis(100);
 
 /// What a [`Relief`] does when memory has run out and its hooks did not help.
@@ -26,7 +26,7 @@ pub enum OomPolicy {
     /// Fail.
     #[default]
     Fail,
-    /// Reap what is pending, give caches back to the driver, and try once more.
+    /// Reap, release caches to the driver, and try once more.
     FreeCaches,
     /// Reap every 100 ms, for at most this long, until there is room, and try once more.
     Wait(Duration),
@@ -36,23 +36,19 @@ pub enum OomPolicy {
 
 type Checkpoint = dyn Fn(&Error) + Send + Sync;
 
-/// Helps a resource that has run out of memory: hooks that free some, and a policy for when they do not help.
+/// Handles out-of-memory errors of a resource: by hooks that free memory, and a policy if they do not suffice.
 ///
 /// When a request fails because a budget or the device has no memory left, the hooks run in the order of their priority
-/// until the request succeeds, and then the policy. A request above the whole limit of a budget cannot succeed: for it
-/// no hook runs, no cache is emptied, and there is no wait. Hooks and the checkpoint callback run without a lock and may
-/// use the resource.
-///
-/// A reserve is a [`DeviceBuffer`](crate::DeviceBuffer) of the resource: it counts against every budget below, and is
-/// released when it is dropped, for instance by a hook.
+/// until the request succeeds, and then the policy applies. For a request above the whole limit of a budget, no hook
+/// runs, no cache is emptied, and there is no wait. Hooks and the checkpoint callback run without a lock and may use
+/// the resource. A reserve is a [`DeviceBuffer`](crate::DeviceBuffer) of the resource that a hook drops.
 ///
 /// ```
 /// # use cualloc::Request;
 /// use cualloc::{DeviceBuffer, resource::{Budget, MemoryResource, Relief, ReliefHook}};
 /// use std::sync::{Arc, Mutex};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
+/// # let allocator = Allocator::with_config(&Simulator::new(SimConfig::default())?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let relief = Arc::new(Relief::new(Budget::new(allocator, Some(1000))));
 /// let cached = DeviceBuffer::<u8>::zeroed(&relief, 800, &stream)?;
@@ -74,7 +70,7 @@ pub struct Relief<R: MemoryResource> {
 }
 
 impl<R: MemoryResource> Relief<R> {
-    /// Over another resource, without hooks, with [`OomPolicy::Fail`].
+    /// Creates it over another resource, without hooks, with [`OomPolicy::Fail`].
     pub fn new(inner: R) -> Relief<R> {
         Relief {
             inner,
@@ -125,7 +121,7 @@ impl<R: MemoryResource> Relief<R> {
         &self.inner
     }
 
-    /// Runs the hooks and the policy for a request that failed for lack of memory, and returns its result.
+    /// Runs the hooks and the policy for a failed request, and returns the result of the last attempt.
     #[cold]
     fn relieve(
         &self,
@@ -165,7 +161,7 @@ impl<R: MemoryResource> Relief<R> {
         done
     }
 
-    /// Runs hooks until the request goes through, or fails for another reason.
+    /// Runs hooks until the request succeeds or fails for another reason.
     fn run_hooks(
         &self,
         bytes: u64,
@@ -206,7 +202,7 @@ impl<R: MemoryResource> Relief<R> {
     }
 }
 
-/// Whether a request is above the whole limit of a budget, so that no freed memory can help.
+/// Whether a request exceeds the whole limit of a budget.
 fn never_fits(error: &Error) -> bool {
     matches!(error, Error::OverBudget { requested, limit, .. } if requested > limit)
 }

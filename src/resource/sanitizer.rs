@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use crate::allocator::Request;
-use crate::block::{BlockId, Tag};
+use crate::block::{Access, BlockId, Tag};
 use crate::driver::{Stream, process};
 use crate::environment;
 use crate::error::{Error, Refused};
@@ -14,11 +14,11 @@ use crate::sync::event::EventPools;
 use crate::sync::order::wait_for_context;
 use crate::sync::point::{Point, add_user};
 
-use super::block::{Access, RawBlock};
+use super::block::RawBlock;
 use super::dropped::give_back_now;
 use super::traits::{MemoryResource, UseTracking, must_last};
 
-/// The byte that the environment's variables fill with.
+/// The byte for checks turned on by the environment.
 const POISON: u8 = 0xDD;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -38,13 +38,13 @@ pub struct LiveBlock {
     pub tag: Tag,
 }
 
-/// Finds errors of a program, or of a resource: lists live blocks with labels, refuses blocks that overlap, and fills
-/// memory with a pattern when it is allocated and when it is freed.
+/// Finds errors of a program or a resource: lists live blocks with labels, refuses blocks that overlap, and fills memory
+/// with a pattern when it is allocated and when it is freed. It works over any resource; an allocator's own
+/// [debug modes](crate::allocator::DebugModes) check more.
 ///
 /// Fills are queued on the block's stream: the first before the block is handed out, the last after all recorded uses. A
-/// block whose deallocation fails after the last fill has lost its contents. While one of its streams captures, a block
-/// that is to be filled is not taken back. An allocator's own [debug modes](crate::allocator::DebugModes) check more;
-/// this adaptor works over any resource.
+/// block whose deallocation fails after the last fill has lost its contents. A block that is to be filled is refused
+/// while one of its streams captures.
 ///
 /// ```
 /// use cualloc::{Request, resource::{MemoryResource, Sanitizer}};
@@ -74,12 +74,12 @@ struct Entry {
     block: LiveBlock,
     size: u64,
     stream: Stream,
-    /// Other streams that used the block: the last fill comes after everything they were given until the free.
+    /// Other streams that used the block: the last fill comes after all their work before the deallocation.
     users: Vec<Point>,
 }
 
 impl<R: MemoryResource> Sanitizer<R> {
-    /// Over another resource, with every check off.
+    /// Creates it over another resource, with all checks off.
     pub fn new(inner: R) -> Self {
         Sanitizer {
             inner,
@@ -89,16 +89,15 @@ impl<R: MemoryResource> Sanitizer<R> {
         }
     }
 
-    /// Over another resource, with the checks that the environment asks for: `CUALLOC_POISON_ALLOC` and
-    /// `CUALLOC_POISON_free_at_once` (fill with 0xDD) and `CUALLOC_OVERLAP_GUARD`, each on unless empty or 0. Each is read
-    /// once in the life of the process. The [usual stack](super::standard) asks for them.
+    /// Creates it with the checks that environment variables turn on: `CUALLOC_POISON_ALLOC` and `CUALLOC_POISON_FREE`
+    /// (fill with 0xDD) and `CUALLOC_OVERLAP_GUARD`, unless empty or 0. They are read once per process.
     pub fn from_env(inner: R) -> Self {
         static READ: OnceLock<Checks> = OnceLock::new();
         let on =
             |name| environment::text(name).is_some_and(|value| !matches!(value.trim(), "" | "0"));
         let checks = *READ.get_or_init(|| Checks {
             poison_allocated: on("CUALLOC_POISON_ALLOC").then_some(POISON),
-            poison_freed: on("CUALLOC_POISON_free_at_once").then_some(POISON),
+            poison_freed: on("CUALLOC_POISON_FREE").then_some(POISON),
             overlap: on("CUALLOC_OVERLAP_GUARD"),
         });
         Sanitizer {
@@ -149,7 +148,7 @@ impl<R: MemoryResource> Sanitizer<R> {
         process::lock(&self.live)
     }
 
-    /// Enters a block, unless it overlaps a live one.
+    /// Adds a block, unless it overlaps a live one.
     fn enter(&self, block: &RawBlock, stream: &Stream) -> Result<(), Error> {
         let (ptr, size) = (block.ptr(), block.size() as u64);
         let entry = Entry {
@@ -188,7 +187,7 @@ impl<R: MemoryResource> Sanitizer<R> {
             // The first write, for uses on other streams.
             UseTracking::Access => self.inner.finish_use(id, stream, Access::Write),
             UseTracking::Reuse => Ok(()),
-            // Any stream may use the block without waiting.
+            // Other streams may use the block without waiting.
             UseTracking::None => Ok(stream.synchronize()?),
         }
     }
@@ -196,7 +195,7 @@ impl<R: MemoryResource> Sanitizer<R> {
     fn poison_old(&self, entry: &Entry, byte: u8) -> Result<(), Error> {
         let (id, stream) = (&entry.block.id, &entry.stream);
         let here = stream.own_id();
-        // The fill must not become part of a graph, and a wait for work outside the capture would spoil it.
+        // The fill must not become part of a graph, and a wait for work outside the capture would invalidate it.
         capture::refuse_capture(stream)?;
         let tracking = self.inner.use_tracking();
         if here != id.stream_id() || tracking == UseTracking::None {
@@ -218,7 +217,7 @@ impl<R: MemoryResource> Sanitizer<R> {
         }
     }
 
-    /// Remembers a recorded use, also one whose end could not be marked: the last fill must come after it.
+    /// Adds the user of a recorded use, also of one whose end could not be marked.
     fn used(
         &self,
         id: &BlockId,
@@ -252,7 +251,6 @@ unsafe impl<R: MemoryResource> MemoryResource for Sanitizer<R> {
         Ok(block)
     }
 
-    /// As [`MemoryResource::deallocate_block`]; where it fails after the fill was queued, the contents are lost.
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>> {
         let id = block.id();
         // Removed before another thread can get the address.

@@ -7,14 +7,13 @@ use crate::driver::{Context, Stream, process};
 use crate::error::Error;
 use crate::locks::held::{Locked, Mutex};
 
-/// Streams of one context that are created once and kept, up to a capacity. Numbers count up from 1 and are never
-/// reused; 0 is the default stream. Cheap to clone.
+/// Streams of one context that are created on request and kept, up to a capacity. Numbers count up from 1; 0 is the
+/// default stream. Cheap to clone.
 ///
 /// ```
 /// use cualloc::resource::StreamPool;
 /// # use cualloc::{sim::{SimConfig, Simulator}};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// let pool = StreamPool::new(&context);
 /// let (id, stream) = pool.acquire()?;
 /// assert_eq!(pool.get(id).map(|s| s.raw()), Some(stream.raw()));
@@ -35,7 +34,7 @@ struct Inner {
 #[derive(Debug, Default)]
 struct State {
     streams: Vec<Stream>,
-    /// Streams that are being created.
+    /// The number of streams being created.
     coming: usize,
 }
 
@@ -54,8 +53,8 @@ impl StreamPool {
         }))
     }
 
-    /// Bytes that a program may plan for each stream, for instance as the limit of a [`Budget`](super::Budget): 256 MiB,
-    /// or the size in `CUALLOC_STREAM_BUDGET`; 0 and invalid sizes are ignored. Nothing in this crate is sized by it.
+    /// Bytes that a program may plan per stream, for instance as the limit of a [`Budget`](super::Budget): 256 MiB, or
+    /// the size in `CUALLOC_STREAM_BUDGET`; 0 and invalid sizes are ignored. This crate does not use it.
     pub fn planned_bytes() -> u64 {
         stream_budget(crate::environment::text("CUALLOC_STREAM_BUDGET").as_deref())
     }
@@ -64,10 +63,10 @@ impl StreamPool {
         process::lock(&self.0.state)
     }
 
-    /// Creates a stream; its number and the stream.
+    /// Creates a stream, and returns it with its number.
     ///
     /// # Errors
-    /// [`Error::Exhausted`] at capacity, never another stream instead; driver errors.
+    /// [`Error::Exhausted`] at capacity; driver errors.
     pub fn acquire(&self) -> Result<(u64, Stream), Error> {
         if process::is_forked_child() {
             return Err(Error::ForkedChild);
@@ -88,7 +87,7 @@ impl StreamPool {
         Ok((state.streams.len() as u64, stream))
     }
 
-    /// The stream with a number; none if the pool has not created it. 0 is the default stream.
+    /// Returns the stream with a number; none if the pool has not created it.
     pub fn get(&self, id: u64) -> Option<Stream> {
         match usize::try_from(id).ok()?.checked_sub(1) {
             None => Some(Stream::legacy(&self.0.context)),

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use crate::allocator::{Allocator, Request, Trimmed};
-use crate::block::{BlockId, BlockState};
+use crate::block::{Access, BlockId, BlockState};
 use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused, StreamMisuse};
 
-use super::block::{Access, RawBlock};
+use super::block::RawBlock;
 use super::usage::Usage;
 
-/// What a resource tracks of the use of its blocks on other streams than their own.
+/// How a resource tracks the use of its blocks on streams other than their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum UseTracking {
     /// Nothing: no use is accepted.
@@ -27,15 +27,13 @@ pub enum UseTracking {
 /// Generic code over `R: MemoryResource` is compiled for its stack and has no indirect call;
 /// `Arc<dyn MemoryResource>` is a resource too, where a stack is chosen at run time.
 ///
-/// All calls may come from any thread. Of all resources memory belongs to the order of the stream that it was
-/// allocated on, and a deallocated block is not handed out to work that could overlap with work queued before the
-/// deallocation.
+/// All calls may come from any thread. Memory is in the order of the stream that it was allocated on, and a deallocated
+/// block is not handed out to work that could overlap with work queued before the deallocation.
 ///
 /// ```
 /// use cualloc::{Request, resource::MemoryResource};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let sim = Simulator::new(SimConfig::default())?;
-/// # let context = sim.driver()?.context(0)?;
+/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// // The allocator is a resource: the caching one.
@@ -43,7 +41,7 @@ pub enum UseTracking {
 /// assert_eq!((block.id().bytes(), block.tag().as_str()), (1000, "weights"));
 /// allocator.deallocate_block(block)?;
 ///
-/// // And so are the pools: a program can swap one for another and compare.
+/// // So are the pools, which can be swapped for each other.
 /// use cualloc::{DeviceBuffer, Error, driver::Stream, pool::{DriverPool, DriverPoolConfig}};
 /// use std::sync::Arc;
 /// fn work(source: Arc<dyn MemoryResource>, stream: &Stream) -> Result<u64, Error> {
@@ -56,19 +54,17 @@ pub enum UseTracking {
 /// ```
 ///
 /// # Safety
-/// Safe code relies on it: buffers and tensors write to the blocks of a resource and give them back. An
-/// implementation hands out memory of at least the requested bytes, in the order of the requested stream, to one owner
-/// at a time, under an identity that is never used again, and takes back only blocks that it handed out. Memory is
-/// handed out again only behind, or after the end of, the uses that [`record_use`](Self::record_use),
-/// [`record_stream`](Self::record_stream) or [`finish_use`](Self::finish_use) recorded, and the work queued on the
-/// block's own stream before [`deallocate_block`](Self::deallocate_block); where
-/// [`use_tracking`](Self::use_tracking) is [`UseTracking::None`], all work of the [`context`](Self::context), or without
-/// one of the context of the block's stream. An adaptor passes calls on to its [`upstream`](Self::upstream), from which
-/// its blocks come, with the same stream, and blocks unchanged.
+/// Safe code such as buffers writes to the blocks of a resource. An implementation hands out at least the requested
+/// bytes, in the order of the requested stream, to one owner at a time, under an identity that is never reused, and
+/// takes back only its own blocks. Memory is handed out again only ordered after the recorded uses
+/// ([`record_use`](Self::record_use), [`record_stream`](Self::record_stream), [`finish_use`](Self::finish_use)) and the
+/// work queued on the block's own stream before [`deallocate_block`](Self::deallocate_block); with
+/// [`UseTracking::None`], after all work of the [`context`](Self::context), or else of the context of the block's
+/// stream. An adaptor passes calls on to its [`upstream`](Self::upstream), with stream and blocks unchanged.
 ///
 /// A source implements [`context`](Self::context) or [`ordinal`](Self::ordinal), [`usage`](Self::usage),
-/// [`state`](Self::state), and the methods for uses where it tracks them. An adaptor names its upstream, which answers
-/// every method that the adaptor does not implement.
+/// [`state`](Self::state), and the methods for uses if it tracks them. For an adaptor, the methods that it does not
+/// implement are those of its upstream.
 ///
 /// ```compile_fail,E0200
 /// # use cualloc::{Request, driver::Stream, resource::*};
@@ -81,10 +77,10 @@ pub enum UseTracking {
 /// }
 /// ```
 pub unsafe trait MemoryResource: Send + Sync {
-    /// Allocates what a request asks for (at least 1 byte) for use on a stream.
+    /// Allocates memory for use on a stream.
     ///
     /// # Errors
-    /// Any of [`Error`]; nothing has changed then.
+    /// Any; then nothing has changed.
     fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error>;
 
     /// Takes a block back.
@@ -93,8 +89,8 @@ pub unsafe trait MemoryResource: Send + Sync {
     /// The block, still allocated, with the reason.
     fn deallocate_block(&self, block: RawBlock) -> Result<(), Refused<RawBlock>>;
 
-    /// Takes a block back if that needs neither a driver call nor the end of a stream's work. If not it is false, and
-    /// nothing has changed except where the block is entered.
+    /// Deallocates a block if that requires neither a driver call nor a wait. Otherwise returns false and changes at
+    /// most the block's note.
     #[doc(hidden)]
     #[inline]
     fn try_take_back(&self, _block: &mut RawBlock) -> bool {
@@ -110,25 +106,23 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// The resource that an adaptor's blocks come from, which answers every call that the adaptor does not
-    /// answer itself; none for a source of memory.
+    /// The resource that an adaptor's blocks come from; none for a source of memory.
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         None
     }
 
-    /// The context that the memory belongs to; none where it is that of each block's stream.
+    /// The context that the memory belongs to; none if it is that of each block's stream.
     fn context(&self) -> Option<&Context> {
         self.upstream()?.context()
     }
 
-    /// A number that no other source of memory in the process has, the [`source`](BlockId::source) of its blocks; 0
-    /// of a source that has none. An adaptor has that of its upstream.
+    /// The number of the source of memory, unique in the process: the [`source`](BlockId::source) of its blocks; 0 if
+    /// it has none.
     fn id(&self) -> u64 {
         self.upstream().map_or(0, MemoryResource::id)
     }
 
-    /// Memory held from the driver and handed out, of everything under the resource, also where others share that.
-    /// The default of a source is nothing.
+    /// Memory held from the driver and handed out, including that of other users of the same source.
     ///
     /// # Errors
     /// Driver errors.
@@ -137,24 +131,22 @@ pub unsafe trait MemoryResource: Send + Sync {
             .map_or_else(|| Ok(Usage::default()), MemoryResource::usage)
     }
 
-    /// Bytes that every budget below still has room for; none if there is no budget. More may fit once pending
-    /// bytes were [reaped](Self::reap), and less where the device is short of memory.
+    /// Bytes that every budget below has room for, without a [`reap`](Self::reap); none if there is no budget.
     #[doc(hidden)]
     fn headroom(&self) -> Option<u64> {
         self.upstream()?.headroom()
     }
 
-    /// Waits for the streams that deallocated blocks are pending on, and returns how many bytes left. May block the
-    /// calling thread, and no other one.
+    /// Waits for the streams that deallocated blocks are pending on, and returns how many bytes left. Blocks only the
+    /// calling thread.
     ///
     /// # Errors
-    /// Driver errors: what could not be seen complete stays pending, for the next call.
+    /// Driver errors; what is not known to be complete stays pending.
     fn reap(&self) -> Result<u64, Error> {
         self.upstream().map_or(Ok(0), MemoryResource::reap)
     }
 
-    /// Gives memory that is cached and unused back to the driver until at most `keep` bytes are
-    /// held, as [`Allocator::trim`](crate::Allocator::trim) does.
+    /// Releases unused memory to the driver until at most `keep` bytes are held ([`Allocator::trim`]).
     ///
     /// # Errors
     /// Driver errors.
@@ -177,19 +169,19 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Where a block is in its life. The default of a source knows no block.
+    /// The state of a block.
     fn state(&self, id: &BlockId) -> BlockState {
         self.upstream()
             .map_or(BlockState::Free, |below| below.state(id))
     }
 
-    /// What is known about uses on other streams.
+    /// How uses on other streams are tracked.
     fn use_tracking(&self) -> UseTracking {
         self.upstream()
             .map_or(UseTracking::None, MemoryResource::use_tracking)
     }
 
-    /// Records that work already queued on `stream` uses the block, and none later does.
+    /// Records that work already queued on `stream` uses the block, and later work does not.
     ///
     /// # Errors
     /// [`StreamMisuse::NotTracked`] where uses are not tracked; [`Error::UseAfterFree`].
@@ -200,11 +192,8 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Records that `stream` uses the block until it is deallocated: the memory is reused only after, or behind, all
-    /// work that is queued on the stream until then.
-    ///
-    /// # Errors
-    /// As [`record_use`](Self::record_use).
+    /// Records that `stream` uses the block until it is deallocated: the memory is reused only after all work queued on
+    /// the stream before. Fails like [`record_use`](Self::record_use).
     fn record_stream(&self, id: &BlockId, stream: &Stream) -> Result<(), Error> {
         match self.upstream() {
             Some(below) => below.record_stream(id, stream),
@@ -212,12 +201,9 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Queues the waits that later work on `stream` needs before it accesses the block. The default of a source that
-    /// tracks [`UseTracking::Reuse`] does nothing on the block's own stream, and refuses others, whose order is the
-    /// caller's.
-    ///
-    /// # Errors
-    /// As [`record_use`](Self::record_use).
+    /// Queues the waits that later work on `stream` needs before it accesses the block. With [`UseTracking::Reuse`]
+    /// only the block's own stream is accepted, since the caller orders others. Fails like
+    /// [`record_use`](Self::record_use).
     fn prepare_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         if let Some(below) = self.upstream() {
             return below.prepare_use(id, stream, access);
@@ -233,14 +219,12 @@ pub unsafe trait MemoryResource: Send + Sync {
         Err(not_tracked("preparing a use", stream))
     }
 
-    /// Records that the work which [`prepare_use`](Self::prepare_use) was called for is queued on `stream`. The default
-    /// of a source is [`record_use`](Self::record_use).
+    /// Records that the work for which [`prepare_use`](Self::prepare_use) was called is queued on `stream`.
     ///
     /// # Errors
-    /// As [`record_use`](Self::record_use). After a driver error the block counts as used by all work that is queued on
-    /// `stream` until the block is needed next. That takes no further driver call under [`UseTracking::Access`], and on
-    /// the block's own stream. Under [`UseTracking::Reuse`] another stream is recorded as
-    /// [`record_stream`](Self::record_stream) does; if that fails too, the use counts only once it is recorded.
+    /// As [`record_use`](Self::record_use). After a driver error the block counts as used by all work queued on
+    /// `stream` until the block is needed next; with [`UseTracking::Reuse`] by
+    /// [`record_stream`](Self::record_stream), if that succeeds.
     fn finish_use(&self, id: &BlockId, stream: &Stream, access: Access) -> Result<(), Error> {
         match self.upstream() {
             Some(below) => below.finish_use(id, stream, access),
@@ -255,14 +239,14 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// The resource as an allocator, if it is one: owners of memory call it directly then.
+    /// The resource as an allocator, if it is one, for owners of memory to call directly.
     #[doc(hidden)]
     #[inline]
     fn as_allocator(&self) -> Option<&Allocator> {
         None
     }
 
-    /// The allocator that the resource's blocks come from, if they come from one.
+    /// The allocator that the resource's blocks come from, if any.
     #[doc(hidden)]
     #[inline]
     fn allocator_under(&self) -> Option<&Allocator> {
@@ -272,8 +256,8 @@ pub unsafe trait MemoryResource: Send + Sync {
         }
     }
 
-    /// Whether the stream of a block was retired, or is about to be, so that the allocator which the block comes from
-    /// takes its last marker for the end of all its work: later work on it must be recorded before the block is freed.
+    /// Whether the stream of a block was retired, or is about to be, so that its allocator considers the stream's last
+    /// marker the end of its work: later work must be recorded before the block is freed.
     #[doc(hidden)]
     #[inline]
     fn has_retired_stream(&self, block: &RawBlock) -> bool {
@@ -291,14 +275,12 @@ pub unsafe trait MemoryResource: Send + Sync {
     }
 }
 
-/// What typed owners take memory from: any resource of which a handle can be kept. An
-/// [`Allocator`](crate::Allocator), a pool, an [`Arc`] of a stack.
+/// A resource of which owners of memory can keep a handle: an [`Allocator`], a pool, an [`Arc`] of a stack.
 pub trait Source: MemoryResource + Clone + 'static {}
 
 impl<R: MemoryResource + Clone + 'static> Source for R {}
 
-/// Whether the driver refused to mark the end of work that is queued already: its stream counts until the block is
-/// freed.
+/// Whether the driver failed to mark the end of queued work, so that its stream counts until the block is freed.
 pub(crate) fn must_last(recorded: &Result<(), Error>) -> bool {
     matches!(recorded, Err(error) if error.driver_error().is_some())
 }
@@ -308,7 +290,7 @@ fn not_tracked(asked: &'static str, stream: &Stream) -> Error {
     StreamMisuse::NotTracked { asked, stream }.into()
 }
 
-/// Implements [`MemoryResource`] for handles to a resource, and for the owners of its blocks to keep what is given.
+/// Implements [`MemoryResource`] for handles to a resource; the last expression is the handle that owners keep.
 macro_rules! forward {
     ($([$($generics:tt)*] $handle:ty, $self:ident => $target:expr $(, $shared:expr)?;)*) => {$(
         // SAFETY: passes everything on.

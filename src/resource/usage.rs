@@ -3,8 +3,8 @@
 use crate::allocator::{Counter, Stats};
 use crate::driver::MemInfo;
 
-/// What a resource holds and hands out, as every source, pool and adaptor reports it. Bytes, unless a field
-/// says otherwise; zero or none is what the resource does not count.
+/// What a resource holds and hands out: in bytes, unless a field says otherwise. Figures that the resource does not
+/// count are zero or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Usage {
@@ -37,7 +37,6 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// The usage of an allocator.
     pub(crate) fn of(stats: &Stats) -> Usage {
         Usage {
             requested: stats.all.requested,
@@ -68,14 +67,13 @@ impl Usage {
         Some(self.limit?.saturating_sub(self.outstanding()))
     }
 
-    /// Counts a block that becomes live.
+    /// Counts a new live block.
     #[inline(always)]
     pub(crate) fn add(&mut self, bytes: u64) {
         self.requested.add(bytes);
         self.blocks.add(1);
     }
 
-    /// Counts a block that is live no more.
     #[inline(always)]
     pub(crate) fn sub(&mut self, bytes: u64) {
         self.requested.sub(bytes);
@@ -83,22 +81,18 @@ impl Usage {
     }
 
     fn counters(&mut self) -> [&mut Counter; 4] {
-        let Usage {
-            requested,
-            used,
-            reserved,
-            blocks,
-            ..
-        } = self;
-        [requested, used, reserved, blocks]
+        [
+            &mut self.requested,
+            &mut self.used,
+            &mut self.reserved,
+            &mut self.blocks,
+        ]
     }
 
-    /// Sets the peaks to the current values.
     pub(crate) fn reset_peaks(&mut self) {
         self.counters().into_iter().for_each(Counter::reset_peak);
     }
 
-    /// Sets the sums since the start to 0.
     pub(crate) fn reset_sums(&mut self) {
         for counter in self.counters() {
             (counter.total_allocated, counter.total_freed) = (0, 0);

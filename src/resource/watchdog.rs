@@ -1,4 +1,4 @@
-//! A thread that watches the device's free memory.
+//! A thread that monitors the device's free memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,10 +10,8 @@ use crate::driver::process;
 use crate::foreign::guarded;
 use crate::locks::held::Mutex;
 
-/// Probes the device's free bytes at an interval, and pauses callers of [`wait_if_paused`](Self::wait_if_paused) while
+/// Probes the device's free bytes at an interval, and blocks callers of [`wait_if_paused`](Self::wait_if_paused) while
 /// they are below a threshold. Stops when it is dropped.
-///
-/// It works without a device: where the free bytes are unknown, nothing is paused.
 ///
 /// ```
 /// use cualloc::resource::Watchdog;
@@ -72,9 +70,8 @@ impl Shared {
 }
 
 impl Watchdog {
-    /// Starts the thread, which probes once per `interval` and pauses callers while there are fewer than `threshold`
-    /// free bytes. `probe` returns the free bytes, or none if they are unknown; those of a device are in
-    /// [`Context::mem_info`](crate::driver::Context::mem_info).
+    /// Starts the thread. `probe` returns the free bytes, as from
+    /// [`Context::mem_info`](crate::driver::Context::mem_info); callers are not blocked while they are unknown.
     ///
     /// # Errors
     /// Those of the system when it starts a thread.
@@ -86,10 +83,6 @@ impl Watchdog {
         Watchdog::start_with_clock(&Clock::default(), threshold, interval, probe)
     }
 
-    /// [`start`](Self::start) by another clock than the system's.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
     #[doc(hidden)]
     pub fn start_with_clock(
         clock: &Clock,
@@ -128,12 +121,12 @@ impl Watchdog {
         self.shared.wait(end, checked)
     }
 
-    /// Stops the thread and releases all waiters. A second call does nothing.
+    /// Stops the thread and releases all waiters.
     pub fn stop(&self) {
         self.shared.stopped.store(true, Ordering::SeqCst);
         self.shared.wakeup.wake();
         let thread = process::lock(&self.thread).take();
-        // The probe may call this, on the thread itself, which cannot wait for its own end.
+        // The probe itself may call this, on a thread that cannot join itself.
         if let Some(thread) = thread
             && thread.thread().id() != thread::current().id()
         {

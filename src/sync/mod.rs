@@ -6,3 +6,4 @@ pub(crate) mod capture;
 pub(crate) mod event;
 pub(crate) mod order;
 pub(crate) mod point;
+pub(crate) mod uses;

@@ -39,21 +39,18 @@ impl Capacity {
 impl Replay<'_> {
     /// Finds, by bisection, the smallest limit under which [`Capacity::REPLAYS`] consecutive passes over the trace
     /// complete, and also with each of [`Capacity::MARGINS`] more. Every probe has its own allocator. The limit of the
-    /// [`config`](Replay::config) and [`repeat`](Replay::repeat) are ignored.
-    ///
-    /// # Errors
-    /// As [`run`](Replay::run).
+    /// [`config`](Replay::config) and [`repeat`](Replay::repeat) are ignored. Fails like [`run`](Replay::run).
     pub fn capacity(mut self, on: &Context) -> Result<Capacity, Error> {
         let peak = match self.serve_failed {
             true => self.trace.required_peak(),
             false => self.trace.requested_peak(),
         };
         self.repeat = Capacity::REPLAYS;
-        let told = std::mem::replace(&mut self.progress, Box::new(|_| {}));
+        let progress = std::mem::replace(&mut self.progress, Box::new(|_| {}));
         let mut prober = Prober {
             stage: Stage::of(on)?,
             replay: self,
-            told,
+            progress,
             known: HashMap::new(),
             policy: Policy::Auto,
             fault: None,
@@ -89,7 +86,7 @@ impl Replay<'_> {
 struct Prober<'a> {
     stage: Stage,
     replay: Replay<'a>,
-    told: Box<dyn FnMut(u64) + 'a>,
+    progress: Box<dyn FnMut(u64) + 'a>,
     /// Limits tried, and the last pass under those that sufficed.
     known: HashMap<u64, Option<Pass>>,
     policy: Policy,
@@ -119,7 +116,7 @@ impl Prober<'_> {
         if let Some(known) = self.known.get(&limit) {
             return Ok(known.clone());
         }
-        (self.told)(limit);
+        (self.progress)(limit);
         self.replay.config = self.replay.config.clone().limit(Some(limit));
         let mut report = self.replay.run_on(&self.stage)?;
         self.policy = report.policy;

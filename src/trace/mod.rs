@@ -8,7 +8,6 @@
 
 mod capacity;
 mod error;
-mod failed;
 mod format;
 #[doc(hidden)]
 pub mod generate;

@@ -131,15 +131,15 @@ impl<'a> Replay<'a> {
 
     /// Sets the progress callback, which gets the number of rows done over all passes; its time is not measured. A
     /// search for the [`capacity`](Self::capacity) passes the limit in bytes before each probe instead.
-    pub fn on_progress(mut self, told: impl FnMut(u64) + 'a) -> Self {
-        self.progress = Box::new(told);
+    pub fn on_progress(mut self, callback: impl FnMut(u64) + 'a) -> Self {
+        self.progress = Box::new(callback);
         self
     }
 
     /// Sets the callback for each completed row, and for the one that failed; its time is not measured. Frees after the
     /// last row are not reported.
-    pub fn watch(mut self, told: impl FnMut(&Watched<'_>) + 'a) -> Self {
-        self.watch = Some(Box::new(told));
+    pub fn watch(mut self, callback: impl FnMut(&Watched<'_>) + 'a) -> Self {
+        self.watch = Some(Box::new(callback));
         self
     }
 
@@ -229,7 +229,7 @@ pub struct Pass {
 }
 
 /// The result of a replay.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct ReplayReport {
     /// The policy used; never [`Policy::Auto`].
@@ -317,18 +317,7 @@ impl Run<'_, '_> {
         let mut report = ReplayReport {
             policy: self.allocator.policy(),
             limit: self.allocator.limit(),
-            reserved_peak: 0,
-            most: 0,
-            passes: Vec::new(),
-            failed: None,
-            error: None,
-            at_peak: None,
-            stats: Stats::default(),
-            mismatches: None,
-            check: None,
-            close: None,
-            leaked_bytes: 0,
-            reports: Vec::new(),
+            ..ReplayReport::default()
         };
         for index in 0..repeat {
             begin_replay(work);

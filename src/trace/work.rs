@@ -31,32 +31,27 @@ pub(super) struct Use<'a> {
 /// allocator.
 pub(super) trait Work {
     /// Called when the block was just allocated.
-    fn allocated(&mut self, block: Use<'_>) -> Result<(), DriverError>;
-    /// Called when the block is about to be freed.
-    fn releasing(&mut self, block: Use<'_>) -> Result<(), DriverError>;
-    /// Called when a row is over.
-    fn row_over(&mut self);
-    /// Returns the time that the simulator has charged for this work, in nanoseconds.
-    fn modelled_nanos(&self) -> u64;
-}
-
-pub(super) struct Nothing;
-
-impl Work for Nothing {
     #[inline]
     fn allocated(&mut self, _: Use<'_>) -> Result<(), DriverError> {
         Ok(())
     }
+    /// Called when the block is about to be freed.
     #[inline]
     fn releasing(&mut self, _: Use<'_>) -> Result<(), DriverError> {
         Ok(())
     }
+    /// Called when a row is over.
     #[inline]
     fn row_over(&mut self) {}
+    /// Returns the time that the simulator has charged for this work, in nanoseconds.
     fn modelled_nanos(&self) -> u64 {
         0
     }
 }
+
+pub(super) struct Nothing;
+
+impl Work for Nothing {}
 
 /// Kernels on the blocks' own streams.
 pub(super) struct Kernels<'a> {

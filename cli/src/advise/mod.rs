@@ -22,7 +22,6 @@ const MOST: u64 = 512 << 30;
 /// The width of a size that is not known in advance.
 const SIZE: usize = 10;
 
-/// The result for a trace and one size.
 struct Advice<'a> {
     memory: u64,
     needed: Option<u64>,
@@ -172,7 +171,6 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
     })
 }
 
-/// Computes the results for a trace under each of the sizes.
 fn advise<'a>(
     ground: &Ground,
     options: &AdviseOptions,

@@ -22,7 +22,6 @@ const CHOICES: [&str; 6] = [
 /// policies consider the limit only from half of it on, and no request exceeds what is reserved in the end.
 const UNSEEN: u64 = 4;
 
-/// Settings to try.
 pub struct Choice {
     /// The text for `CUALLOC_CONFIG`, without a limit.
     pub text: String,
@@ -42,7 +41,6 @@ impl Choice {
         choices.collect()
     }
 
-    /// Formats the settings for a table.
     pub fn shown(&self) -> String {
         let words = self.text.split(',').map(|word| match word.split_once('=') {
             Some(("policy" | "profile", value)) => value,
@@ -51,7 +49,6 @@ impl Choice {
         words.collect::<Vec<_>>().join(" ")
     }
 
-    /// Returns the text for `CUALLOC_CONFIG` with a limit.
     pub fn under(&self, limit: u64) -> String {
         format!("{},limit={limit}", self.text)
     }
@@ -63,17 +60,14 @@ fn without_limit(text: &str) -> String {
     kept.collect::<Vec<_>>().join(",")
 }
 
-/// The result of one choice under one limit.
 #[derive(Clone, Default)]
 pub struct Trial {
     pub policy: Policy,
-    /// The peak of reserved bytes.
     pub reserved_peak: u64,
     /// All passes, if they completed.
     pub passes: Vec<Pass>,
     /// How often memory was released or work was awaited before an allocation was tried again.
     pub retries: u64,
-    /// Why it does not fit.
     pub why: Option<String>,
 }
 
@@ -82,7 +76,6 @@ impl Trial {
         self.why.is_none()
     }
 
-    /// Returns the driver time over all passes, in nanoseconds.
     pub fn nanos(&self) -> u64 {
         self.passes.iter().map(|pass| pass.calls.nanos()).sum()
     }
@@ -139,7 +132,6 @@ impl<'a> Trials<'a> {
         }
     }
 
-    /// Returns the trial of the choice at an index under a limit.
     pub fn under(&mut self, index: usize, limit: u64) -> Result<Trial, Stop> {
         let mut known = self.known[index].iter();
         let known = known.find(|(tried, trial)| {

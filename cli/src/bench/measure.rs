@@ -123,7 +123,6 @@ struct Gates {
 }
 
 impl Gates {
-    /// Runs a thread's part between the two barriers.
     fn measure<T>(&self, run: impl FnOnce() -> Result<T, Failure>) -> Result<(T, Span), Failure> {
         self.start.wait();
         let start = Instant::now();

@@ -26,7 +26,6 @@ const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
 /// Each thread may have a pair of its own.
 const STREAMS: usize = 64;
 
-/// What [`crossing`] measures.
 const CROSSED: [(&str, &str); 3] = [
     ("cross-stream free", "ns"),
     ("cross-stream pair", "ns"),
@@ -72,7 +71,6 @@ pub fn run(global: &GlobalOptions, options: &BenchOptions, output: &mut Output) 
     Ok(bench.well)
 }
 
-/// Measurements on one device, and where they go.
 struct Bench<'a> {
     context: &'a Context,
     settings: &'a Settings,

@@ -19,7 +19,6 @@ fn failed(error: cualloc::Error) -> Failure {
     error.into()
 }
 
-/// Blocks that free themselves, on streams that are passed as objects.
 pub struct Handles<'a> {
     pub allocator: &'a Allocator,
     pub streams: &'a [Stream],
@@ -78,10 +77,8 @@ impl Source for Pointers<'_> {
     }
 }
 
-/// The host's allocator, which ignores streams.
 pub struct Malloc;
 
-/// A block of host memory.
 pub struct HostBlock {
     start: *mut u8,
     layout: Layout,
@@ -141,7 +138,6 @@ where
     }
 }
 
-/// Leases of a workspace pool.
 pub fn workspaces<'a>(
     allocator: &Allocator,
     streams: &'a [Stream],
@@ -151,7 +147,6 @@ pub fn workspaces<'a>(
     Owned { streams, allocate }
 }
 
-/// Buffers of `f32` from a typed pool.
 pub fn typed<'a>(
     allocator: &Allocator,
     streams: &'a [Stream],

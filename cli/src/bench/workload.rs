@@ -8,7 +8,6 @@
 
 use rand_mt::Mt64;
 
-/// Draws a number uniformly from `low..high`.
 fn real(random: &mut Mt64, low: f64, high: f64) -> f64 {
     // Rounding may yield the upper end; it is then replaced by the next smaller number.
     let unit = (random.next_u64() as f64 / 2_f64.powi(64)).min(1.0_f64.next_down());
@@ -25,12 +24,10 @@ fn sizes(random: &mut Mt64, count: usize, low: usize, high: usize) -> Vec<usize>
     (0..count).map(size).collect()
 }
 
-/// Draws sizes with a uniformly distributed logarithm.
 pub fn log_uniform_sizes(count: usize, seed: u64, low: usize, high: usize) -> Vec<usize> {
     sizes(&mut Mt64::new(seed), count, low, high)
 }
 
-/// The slot of each operation.
 fn picks(random: &mut Mt64, operations: usize, slots: usize) -> Vec<u32> {
     let pick = |_| below(random, slots) as u32;
     (0..operations).map(pick).collect()
@@ -40,13 +37,11 @@ fn picks(random: &mut Mt64, operations: usize, slots: usize) -> Vec<u32> {
 /// power of two, indexed by the number of the operation.
 pub struct Churn {
     pub sizes: Vec<usize>,
-    /// The slot of each operation.
     pub picks: Vec<u32>,
     slots: usize,
 }
 
 impl Churn {
-    /// Draws sizes with a uniformly distributed logarithm.
     pub fn log_uniform(
         slots: usize,
         operations: usize,
@@ -89,7 +84,6 @@ impl Churn {
         (0..self.slots).map(|_| None).collect()
     }
 
-    /// Runs the first operations.
     pub fn run<S: Source>(
         &self,
         source: &S,
@@ -118,10 +112,8 @@ impl Churn {
 /// The live blocks of a [`Churn`].
 pub type Slots<S> = Vec<Option<<S as Source>::Block>>;
 
-/// Why a source failed.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// A source of memory blocks.
 pub trait Source: Sync {
     /// The source's stream type; created by the thread that uses it.
     type Stream;
@@ -140,7 +132,6 @@ pub trait Source: Sync {
     }
 }
 
-/// Repeats an allocation and its free.
 pub fn pairs<S: Source>(
     source: &S,
     bytes: usize,

@@ -10,7 +10,6 @@ const MARK: &[u8] = "\u{FEFF}".as_bytes();
 /// The maximum number of characters of a line that a message quotes.
 const QUOTED: usize = 60;
 
-/// What a file is.
 #[derive(PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Rows of allocations and frees.

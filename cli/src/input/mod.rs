@@ -15,19 +15,16 @@ use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// The first two bytes of every gzip file.
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
 /// How many bytes of a compressed file are read after a fault, to find out whether its checksum is right.
 const READ_ON: u64 = 64 << 20;
 
-/// The name of stdin in messages.
 pub const STDIN: &str = "<stdin>";
 
 /// The message for a file that cannot be read to its end, or is too large.
 const UNREAD: &str = "cannot be read";
 
-/// The supported formats.
 const FORMATS: &str = "traces (`op,id,bytes,stream`), recordings of cualloc, memory snapshots of PyTorch (pickle, JSON, or \
                        the page of trace_plot), and allocation logs of RMM or cualloc \
                        (`Thread,Time,Action,Pointer,Size,Stream`), plain or gzip";
@@ -252,7 +249,6 @@ fn warn(path: &Path, warnings: &[String], output: &Output) {
     }
 }
 
-/// The contents of a file.
 pub struct Input {
     pub trace: Trace,
     /// The live memory at the end by stack, if the recording has stacks.
@@ -296,7 +292,6 @@ impl Recorded {
     }
 }
 
-/// Reads a file according to its first bytes.
 fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input, Fault> {
     let (mut file, packed) = opened(file)?;
     let kind = Kind::of(file.first());
@@ -394,7 +389,6 @@ fn broken(text: &mut impl Read) -> Option<io::Error> {
     io::copy(&mut text.take(READ_ON), &mut io::sink()).err()
 }
 
-/// Whether both names refer to the same file.
 pub fn is_same(one: &Path, other: &Path) -> bool {
     if text::is_standard(one) || text::is_standard(other) {
         return false;
@@ -429,7 +423,6 @@ mod tests {
     use flate2::bufread::GzEncoder;
     use std::io::Cursor;
 
-    /// A reader that returns bytes in small pieces, as a pipe may.
     struct Slow {
         bytes: Cursor<Vec<u8>>,
         /// Maximum number of bytes per read.

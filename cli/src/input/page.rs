@@ -3,7 +3,6 @@
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 
-/// The key that precedes the snapshot.
 const KEY: &[u8] = b"\"base64\"";
 
 /// Extracts the snapshot that a page shows, or describes what the page is instead.

@@ -44,7 +44,6 @@ impl<R: Read> Begun<R> {
         self.first.get_ref()
     }
 
-    /// Returns why the first bytes could not be read completely.
     pub fn fault(&mut self) -> Option<io::Error> {
         self.fault.take()
     }
@@ -81,7 +80,6 @@ pub fn buffered<R: Read>(file: R) -> BufReader<R> {
     BufReader::with_capacity(1 << 16, file)
 }
 
-/// Decompresses a file.
 pub fn decompressed(file: Source) -> Box<dyn Read> {
     Box::new(MultiGzDecoder::new(buffered(file)))
 }

@@ -190,27 +190,6 @@ mod tests {
     }
 
     #[test]
-    fn copies_say_what_the_word_does() {
-        let process: &Followed = leaked();
-        let (early, late): (&State, &State) = (leaked(), leaked());
-        process.follow(early);
-        assert!(early.now().is_quiet());
-        process.change(RECORDS, 0);
-        assert!(early.now().only_records_blocks());
-        process.change(CAPTURES, 0);
-        process.follow(late);
-        for copy in [early, late] {
-            assert_eq!(copy.now().0, RECORDS | CAPTURES);
-        }
-        process.change(0, RECORDS);
-        for copy in [early, late] {
-            assert_eq!(copy.now().0, CAPTURES);
-        }
-        process.change(0, CAPTURES);
-        assert!(early.now().is_quiet() && late.now().is_quiet());
-    }
-
-    #[test]
     fn a_change_that_is_lost_with_the_copys_first_value_is_seen() {
         for changes in [
             [(CAPTURES, 0)].as_slice(),

@@ -1,22 +1,22 @@
 //! The uses of one block: its last write, the reads since, and the streams that use it until it is freed.
 
+use crate::block::Access;
 use crate::driver::Stream;
-use crate::sync::event::Pooled;
-use crate::sync::point::{Point, add_user};
 
-use super::block::Access;
+use super::event::Pooled;
+use super::point::{Point, add_user};
 
-/// What must be waited for before a block is accessed or freed.
+/// The uses that must be waited for before a block is accessed or freed.
 #[derive(Debug)]
 pub(crate) struct Uses {
     /// The last write, and the reads since, with the tick at which each was recorded.
     recorded: Vec<(Access, Point, u64)>,
-    /// Streams that use the block until it is freed, by work that is not recorded.
+    /// Streams that use the block until it is freed.
     lasting: Vec<Point>,
-    /// Streams that were made to wait for all uses up to a tick.
+    /// Streams that wait for all uses up to a tick.
     ordered: Vec<(u64, u64)>,
     clock: u64,
-    /// A deallocation is under way, or done.
+    /// A deallocation is in progress or complete.
     pub(crate) closed: bool,
 }
 
@@ -32,12 +32,12 @@ impl Uses {
         }
     }
 
-    /// Whether there were uses since the allocation.
+    /// Whether the block was used since its allocation.
     pub(crate) fn is_any(&self) -> bool {
         self.clock > 0 || !self.lasting.is_empty()
     }
 
-    /// What an access has to wait for, and the tick to pass to [`ordered`](Self::ordered) after the wait.
+    /// Returns what an access has to wait for, and the tick to pass to [`ordered`](Self::ordered) after the wait.
     pub(crate) fn before(&self, access: Access) -> (Vec<Point>, u64) {
         let uses = self.recorded.iter();
         let uses = uses.filter(|(known, ..)| known.writes() || access.writes());
@@ -47,19 +47,18 @@ impl Uses {
         )
     }
 
-    /// What a free has to wait for.
+    /// Returns what a deallocation has to wait for.
     pub(crate) fn all(&self) -> Vec<Point> {
         let (mut points, _) = self.before(Access::Write);
         points.extend(self.lasting.iter().cloned());
         points
     }
 
-    /// A stream uses the block until it is freed.
     pub(crate) fn until_freed(&mut self, stream: &Stream) {
         add_user(&mut self.lasting, stream);
     }
 
-    /// A stream was made to wait for all uses up to a tick.
+    /// Records that a stream waits for all uses up to a tick.
     pub(crate) fn ordered(&mut self, stream: u64, tick: u64) {
         match self.ordered.iter_mut().find(|(known, _)| *known == stream) {
             Some((_, known)) => *known = tick.max(*known),
@@ -67,13 +66,13 @@ impl Uses {
         }
     }
 
-    /// The tick at which a use begins to be recorded.
+    /// Returns the tick at which the recording of a use begins.
     pub(crate) fn begin(&mut self) -> u64 {
         self.clock += 1;
         self.clock
     }
 
-    /// A use was recorded; without an event, everything the stream is given until the next wait counts.
+    /// Adds a use; without an event, all work of the stream before the next wait counts.
     pub(crate) fn done(
         &mut self,
         stream: &Stream,
@@ -87,13 +86,13 @@ impl Uses {
             Some(event) => Point::marked(id, event),
             None => Point::unmarked(stream),
         };
-        // Its event was recorded before that of the new use was begun, on the same stream.
+        // Its event was recorded on the same stream, before the recording of the new use began.
         let follows = |point: &Point, end: u64| point.stream == id && end < begin;
         if access.writes() {
             let waited = self.ordered.iter().find(|(stream, _)| *stream == id);
             let waited = waited.map_or(0, |(_, tick)| *tick);
             self.ordered.clear();
-            // Uses that this write did not wait for are kept: the memory must outlive them.
+            // Uses that this write did not wait for are kept, since the memory must outlive them.
             (self.recorded).retain(|(_, point, end)| *end > waited && !follows(point, *end));
             for (known, ..) in &mut self.recorded {
                 *known = Access::Read;
