@@ -28,7 +28,8 @@ pub use super::host::PinnedConfig;
 /// # use cualloc::{Allocator, Config, DeviceBuffer};
 /// use cualloc::pool::{PinnedConfig, PinnedPool};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let pool = PinnedPool::new(&context, PinnedConfig::new())?;

@@ -72,3 +72,19 @@ fn codes_are_classified() {
     assert_eq!(numbers(DriverError::is_not_ready), [600]);
     assert_eq!(numbers(DriverError::is_not_supported), [36, 500, 801]);
 }
+
+/// D9: a forked child does not wait for a lock that a thread of its parent holds.
+#[test]
+#[cfg(all(unix, feature = "sim"))]
+fn d9_no_lock_is_waited_for_in_a_forked_child() {
+    use super::process;
+    use crate::locks::{held, lock};
+    let simulator = crate::sim::Simulator::new(crate::sim::SimConfig::default()).unwrap();
+    let _driver = simulator.driver().unwrap();
+    let (hot, cold) = (lock::Lock::new(7), held::Mutex::new(7));
+    let locked = (hot.lock(), cold.lock());
+    let empty = || *process::hot_lock(&hot) == 0 && *process::lock(&cold) == 0;
+    assert!(process::child_says(empty));
+    drop(locked);
+    assert!(!empty());
+}

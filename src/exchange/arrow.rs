@@ -41,7 +41,8 @@ const EXTENSION_METADATA: &str = "ARROW:extension:metadata";
 /// # use cualloc::{Allocator, Config, DeviceBuffer, driver::Stream};
 /// use cualloc::exchange::{ArrowDeviceArray, DType, Peer, Tensor};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let (ours, theirs) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let values = DeviceBuffer::from_slice(&allocator, &[1.5f64, 2.5], &ours)?;

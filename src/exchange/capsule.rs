@@ -146,7 +146,8 @@ unsafe extern "C-unwind" fn delete<M: Managed>(managed: *mut M) {
 /// use cualloc::exchange::dlpack::DLManagedTensorVersioned;
 /// use cualloc::exchange::{Dlpack, Peer, Tensor};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let (ours, theirs) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let values = DeviceBuffer::from_slice(&allocator, &[1.0f32, 2.0], &ours)?;

@@ -70,7 +70,8 @@ const UNSET: u64 = u64::MAX;
 /// # use cualloc::{Allocator, Config, driver::Stream};
 /// use cualloc::exchange::{DType, Schema, Table};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = Stream::new(&context)?;
 /// let schema = Schema::new([("key", DType::U32), ("value", DType::F64)]);

@@ -65,7 +65,8 @@ elements!(i8: I8, i16: I16, i32: I32, i64: I64, u8: U8, u16: U16, u32: U32, u64:
 /// use cualloc::DeviceBuffer;
 /// use cualloc::exchange::{DType, Tensor};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = Stream::new(&context)?;
 /// let values = DeviceBuffer::from_slice(&allocator, &[3i64, 5, 8, 13], &stream)?;

@@ -34,7 +34,8 @@ const UNIT: usize = 256;
 /// # use cualloc::driver::Stream;
 /// use cualloc::{Allocator, Config, DeviceBuffer, pool::TypedPool};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let pool = TypedPool::new(&Allocator::with_config(&context, Config::new())?);
 /// assert!(pool.take::<f32>(1000, &stream)?.is_none());

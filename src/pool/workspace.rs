@@ -43,7 +43,8 @@ struct Inner {
 /// # use cualloc::sim::{SimConfig, Simulator};
 /// use cualloc::{Allocator, Config, pool::WorkspacePool, resource::MemoryResource};
 ///
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// let allocator = Allocator::with_config(&context, Config::new())?;
 /// let stream = allocator.create_stream()?;
 /// let pool = WorkspacePool::new(&allocator);
@@ -346,31 +347,4 @@ unsafe impl MemoryResource for Inner {
 
 forward! {
     [] WorkspacePool, self => (*self.0), Arc::<Inner>::clone(&self.0);
-}
-
-#[cfg(all(test, unix, feature = "sim"))]
-mod tests {
-    use super::*;
-
-    /// D9: a forked child does not wait for a pool that a thread of its parent changed.
-    #[test]
-    fn d9_nothing_waits_for_workspaces_in_a_forked_child() -> Result<(), Box<dyn std::error::Error>>
-    {
-        let sim = crate::sim::Simulator::new(crate::sim::SimConfig::default())?;
-        let driver = sim.driver()?;
-        let context = driver.context(0)?;
-        let allocator = Allocator::with_config(&context, crate::allocator::Config::new())?;
-        let stream = allocator.create_stream()?;
-        let pool = WorkspacePool::new(&allocator);
-        let mut lease = Some(pool.lease(&stream, 100)?);
-        let locked = pool.0.lock();
-        let answered = process::child_says(|| {
-            drop(lease.take());
-            let refused = pool.lease(&stream, 100).is_err();
-            refused && pool.trim(0).is_err() && pool.usage().is_ok_and(|it| it == Usage::default())
-        });
-        drop(locked);
-        assert!(answered);
-        Ok(())
-    }
 }

@@ -25,15 +25,9 @@ fn life(allocator: &Allocator, id: &BlockId) -> Option<Lifetime> {
     })
 }
 
-fn parts(allocator: &Allocator, id: &BlockId) -> Result<Lifetime, Error> {
-    life(allocator, id).ok_or_else(|| id.gone())
-}
-
-fn live(allocator: &Allocator, id: &BlockId) -> Result<(), Error> {
-    match allocator.engine().is_live(&parts(allocator, id)?) {
-        true => Ok(()),
-        false => Err(id.gone()),
-    }
+fn live(allocator: &Allocator, id: &BlockId) -> Result<Lifetime, Error> {
+    let life = life(allocator, id).filter(|life| allocator.engine().is_live(life));
+    life.ok_or_else(|| id.gone())
 }
 
 /// Records a use of a block by the work of a stream so far, or until the block is freed.
@@ -97,7 +91,9 @@ pub(crate) fn try_free(allocator: &Allocator, block: &RawBlock) -> bool {
 #[inline(never)]
 fn deallocate_watched(allocator: &Allocator, block: RawBlock) -> Result<(), Refused<RawBlock>> {
     let id = block.id();
-    let life = block.returned().and_then(|()| parts(allocator, &id));
+    let life = block
+        .returned()
+        .and_then(|()| life(allocator, &id).ok_or_else(|| id.gone()));
     if block.is_abandoned()
         && let Ok(life) = &life
         && allocator.engine().is_live(life)

@@ -22,7 +22,8 @@ use super::usage::Usage;
 /// ```
 /// use cualloc::{Request, resource::{CudaMemory, MemoryResource}};
 /// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}};
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let stream = Stream::new(&context)?;
 /// let direct = CudaMemory::new(&context);
 /// let block = direct.allocate_block(&Request::new(1 << 20), &stream)?;

@@ -43,7 +43,8 @@ enum Phase {
 /// ```
 /// use cualloc::{Request, resource::{AccessOrdered, Launch, MemoryResource}};
 /// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// let resource = AccessOrdered::new(Allocator::with_config(&context, Config::new())?);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let input = resource.allocate_block(&Request::new(64), &a)?;

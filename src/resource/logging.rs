@@ -158,7 +158,8 @@ impl LogSink for () {
 /// use cualloc::{Request, resource::{Logging, MemoryResource, RingSink}};
 /// use std::sync::Arc;
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let allocator = Allocator::with_config(&Simulator::new(SimConfig::default())?.context(0)?, Config::new())?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let allocator = Allocator::with_config(&sim.driver()?.context(0)?, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// let ring = Arc::new(RingSink::default());
 /// let logged = Logging::new(allocator, ring.clone());

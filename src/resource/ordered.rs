@@ -38,7 +38,8 @@ const QUERY: usize = 32;
 /// ```
 /// use cualloc::{Request, resource::{Access, AccessOrdered, MemoryResource}};
 /// # use cualloc::{driver::Stream, sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// let resource = AccessOrdered::new(Allocator::with_config(&context, Config::new())?);
 /// let (a, b) = (Stream::new(&context)?, Stream::new(&context)?);
 /// let block = resource.allocate_block(&Request::new(4096), &a)?;

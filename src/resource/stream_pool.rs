@@ -13,7 +13,8 @@ use crate::locks::held::{Locked, Mutex};
 /// ```
 /// use cualloc::resource::StreamPool;
 /// # use cualloc::{sim::{SimConfig, Simulator}};
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// let pool = StreamPool::new(&context);
 /// let (id, stream) = pool.acquire()?;
 /// assert_eq!(pool.get(id).map(|s| s.raw()), Some(stream.raw()));

@@ -33,7 +33,8 @@ pub enum UseTracking {
 /// ```
 /// use cualloc::{Request, resource::MemoryResource};
 /// # use cualloc::{sim::{SimConfig, Simulator}, Allocator, Config};
-/// # let context = Simulator::new(SimConfig::default())?.context(0)?;
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
 /// # let allocator = Allocator::with_config(&context, Config::new())?;
 /// # let stream = allocator.create_stream()?;
 /// // The allocator is a resource: the caching one.
