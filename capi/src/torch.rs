@@ -4,7 +4,6 @@
 //! (`python/companion.cpp`). Hooks for the pools of graphs are in `torch_pools`.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use cualloc::error::{InvalidArgument, OutOfMemory};

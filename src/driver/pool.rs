@@ -140,23 +140,16 @@ impl MemoryPool {
 
     /// Reads an attribute: bytes, or 0 and 1 for the reuse policies.
     pub fn get(&self, attribute: CUmemPool_attribute) -> Result<u64, DriverError> {
-        let mut value = Value::default();
-        let out = value.place(attribute);
-        // SAFETY: the pool is alive, and the output is a local of the attribute's size.
-        unsafe { self.get_attribute(attribute, out) }?;
-        // The unused field is 0.
-        Ok(value.wide | u64::from(value.narrow))
+        let mut value = 0_u64;
+        // SAFETY: the pool is alive. A policy has 32 bits, which on every platform of CUDA are the low half of the local.
+        unsafe { self.get_attribute(attribute, ptr::from_mut(&mut value).cast()) }?;
+        Ok(value)
     }
 
     /// Sets an attribute: bytes, or 0 and 1 for the reuse policies.
-    pub fn set(&self, attribute: CUmemPool_attribute, value: u64) -> Result<(), DriverError> {
-        let mut value = Value {
-            narrow: u32::from(value != 0),
-            wide: value,
-        };
-        let from = value.place(attribute);
-        // SAFETY: the pool is alive, and the driver reads a local of the attribute's size.
-        unsafe { self.set_attribute(attribute, from) }
+    pub fn set(&self, attribute: CUmemPool_attribute, mut value: u64) -> Result<(), DriverError> {
+        // SAFETY: as for `get`; the driver only reads the local.
+        unsafe { self.set_attribute(attribute, ptr::from_mut(&mut value).cast()) }
     }
 
     /// Returns a file descriptor that stands for the pool in other processes. The pool must have been created as
@@ -174,31 +167,6 @@ impl MemoryPool {
             })
         }
     }
-}
-
-/// The value of an attribute: the policies are 32-bit integers, the rest 64-bit ones.
-#[derive(Default)]
-struct Value {
-    narrow: u32,
-    wide: u64,
-}
-
-impl Value {
-    fn place(&mut self, attribute: CUmemPool_attribute) -> *mut c_void {
-        match is_policy(attribute) {
-            true => ptr::from_mut(&mut self.narrow).cast(),
-            false => ptr::from_mut(&mut self.wide).cast(),
-        }
-    }
-}
-
-fn is_policy(attribute: CUmemPool_attribute) -> bool {
-    matches!(
-        attribute,
-        CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES
-            | CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC
-            | CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
-    )
 }
 
 debug_fields!(MemoryPool, self => raw: self.raw, owned: self.owned.load(Ordering::Relaxed));

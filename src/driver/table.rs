@@ -17,7 +17,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use log::Level;
 
-use crate::locks::held::Mutex;
 use crate::locks::lines;
 
 /// The oldest supported driver: 10.1, where the youngest required function appeared.
@@ -100,8 +99,6 @@ struct State {
     captures: Found,
     /// The owned streams by id, so that a caller who has only a handle can find the stream that owns it.
     streams: Registry,
-    /// Results of the tests of second mappings, by device.
-    aliasing: Mutex<Vec<(usize, bool)>>,
     /// Results of the trials of virtual memory.
     trials: Trials,
 }
@@ -201,7 +198,6 @@ impl Driver {
                 deferred: Registry::default(),
                 captures: Found::default(),
                 streams: Registry::default(),
-                aliasing: Mutex::default(),
                 trials: Trials::default(),
             },
         };
@@ -436,15 +432,11 @@ impl Driver {
 
     /// Whether writes through one mapping are visible through another on a device, if this was tested.
     pub(crate) fn aliasing(&self, ordinal: usize) -> Option<bool> {
-        let known = self.0.state.aliasing.lock();
-        let mut of = known.iter().filter(|(d, _)| *d == ordinal);
-        of.next().map(|(_, good)| *good)
+        self.trials().aliasing(ordinal)
     }
 
     pub(crate) fn set_aliasing(&self, ordinal: usize, good: bool) {
-        let mut known = self.0.state.aliasing.lock();
-        known.retain(|(d, _)| *d != ordinal);
-        known.push((ordinal, good));
+        self.trials().set_aliasing(ordinal, good);
     }
 
     pub(crate) fn trials(&self) -> &Trials {

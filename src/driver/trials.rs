@@ -1,13 +1,17 @@
 //! Results of virtual memory trials, shared by all users of a driver.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::locks::held::Mutex;
 
 /// Devices, by ordinal, whose virtual memory was tried. An allocator checks here before it tries one.
 #[derive(Default)]
 pub(crate) struct Trials {
-    passed: Mutex<Vec<usize>>,
+    passed: Mutex<BTreeSet<usize>>,
     /// Devices for which a refusal was logged.
-    refused: Mutex<Vec<usize>>,
+    refused: Mutex<BTreeSet<usize>>,
+    /// Whether writes through one mapping are visible through another.
+    aliasing: Mutex<BTreeMap<usize, bool>>,
 }
 
 impl Trials {
@@ -17,21 +21,19 @@ impl Trials {
     }
 
     pub(crate) fn pass(&self, device: usize) {
-        note(&self.passed, device);
+        self.passed.lock().insert(device);
     }
 
     /// Whether this is the first refusal by a device.
     pub(crate) fn first_refusal(&self, device: usize) -> bool {
-        note(&self.refused, device)
+        self.refused.lock().insert(device)
     }
-}
 
-/// Adds a device; returns whether it was new.
-fn note(devices: &Mutex<Vec<usize>>, device: usize) -> bool {
-    let mut devices = devices.lock();
-    let new = !devices.contains(&device);
-    if new {
-        devices.push(device);
+    pub(super) fn aliasing(&self, device: usize) -> Option<bool> {
+        self.aliasing.lock().get(&device).copied()
     }
-    new
+
+    pub(super) fn set_aliasing(&self, device: usize, good: bool) {
+        self.aliasing.lock().insert(device, good);
+    }
 }
