@@ -3,6 +3,7 @@
 use crate::allocator::Allocator;
 use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::extent::invariant;
+use crate::allocator::inspect::check::check;
 use crate::driver::process;
 use crate::error::{Error, Finding};
 
@@ -32,7 +33,7 @@ impl Allocator {
     pub fn check(&self) -> Result<(), Error> {
         self.engine.check_guards()?;
         match self.engine.readable() {
-            Some(heap) => heap.check(),
+            Some(heap) => check(&heap),
             None => invariant::holds("the heap of a forked child", false),
         }
     }

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::allocator::guard::blocks::{guard, locate, unguard};
 use crate::driver::sys;
 
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::{Engine, Shared};
-use crate::allocator::heap::guarded::Guarding;
+use crate::allocator::guard::Guarding;
 use crate::allocator::report::PhysicalSegment;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
@@ -74,7 +75,7 @@ impl Allocator {
         bytes: u64,
     ) -> Result<Vec<PhysicalSegment>, Error> {
         let mut heap = self.engine().open()?;
-        Ok(heap.present_segments(ptr, bytes)?.1)
+        Ok(locate(&mut heap, ptr, bytes)?.1)
     }
 
     /// Like [`segments_of`](Self::segments_of), but the segments stay unchanged while the guard lives.
@@ -83,8 +84,8 @@ impl Allocator {
     /// As [`segments_of`](Self::segments_of).
     pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
         let mut heap = self.engine().open()?;
-        let (block, segments) = heap.present_segments(ptr, bytes)?;
-        if !heap.guard(block) {
+        let (block, segments) = locate(&mut heap, ptr, bytes)?;
+        if !guard(&mut heap, block) {
             return Err(Error::NotLive { ptr });
         }
         Ok(RangeGuard {
@@ -104,10 +105,7 @@ impl Engine {
             return;
         }
         let mut heap = self.lock();
-        match block {
-            Guarding::Record(id) => heap.unguard(id),
-            Guarding::Small(ptr) => heap.unguard_small(ptr),
-        }
+        unguard(&mut heap, block);
         let rest = self.rest_of_free(&heap, AfterFree::default());
         drop(heap);
         self.finish_free(rest);

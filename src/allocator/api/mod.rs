@@ -8,6 +8,8 @@ pub(crate) mod guard;
 pub(crate) mod raw;
 pub(crate) mod suspend;
 
+use crate::allocator::inspect::figures::{fragmentation, statistics};
+use crate::allocator::inspect::snapshot::{block_info_around, snapshot};
 use crate::error::memory::Bytes;
 use crate::error::{Error, StreamMisuse};
 use std::fmt;
@@ -335,7 +337,7 @@ impl Allocator {
 
     /// Returns the live block around `ptr`: its base, size, stream and uses.
     pub fn block_of(&self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        self.engine.readable()?.block_info_around(ptr)
+        block_info_around(&mut *self.engine.readable()?, ptr)
     }
 
     /// Returns the usable bytes of the live block that starts at `ptr`.
@@ -445,7 +447,7 @@ impl Allocator {
             return;
         };
         heap.physical.limit = bytes;
-        heap.tell_limit();
+        heap.recorder.record_limit(bytes);
         drop(heap);
         log::info!("allocator {}: {}", self.id(), LimitText(bytes));
     }
@@ -494,7 +496,7 @@ impl Allocator {
     /// Returns all statistics at one instant.
     pub fn stats(&self) -> Stats {
         let heap = self.engine.readable();
-        heap.map_or_else(Stats::default, |heap| heap.statistics())
+        heap.map_or_else(Stats::default, |heap| statistics(&heap))
     }
 
     /// Returns the external fragmentation. The call visits all free memory.
@@ -503,7 +505,7 @@ impl Allocator {
             return Fragmentation::default();
         };
         heap.clear_large_caches();
-        heap.fragmentation()
+        fragmentation(&heap)
     }
 
     /// Returns the reserved bytes that no live block occupies. Cheaper than [`stats`](Self::stats).
@@ -539,7 +541,7 @@ impl Allocator {
             return Default::default();
         };
         heap.clear_large_caches();
-        (heap.statistics(), heap.snapshot())
+        (statistics(&heap), snapshot(&heap))
     }
 }
 
@@ -554,34 +556,5 @@ impl fmt::Debug for Allocator {
             .field("cached", &stats.cached())
             .field("reserved", &stats.all.reserved.current)
             .finish()
-    }
-}
-
-impl crate::allocator::heap::Heap {
-    fn block_info_around(&mut self, ptr: sys::CUdeviceptr) -> Option<BlockInfo> {
-        if let Some((_, run, stream)) = self.caches.small_around(ptr) {
-            return Some(self.run_info(stream, &run, &[]));
-        }
-        let id = self.large_around(ptr)?;
-        Some(self.block_info(id))
-    }
-
-    fn statistics(&self) -> Stats {
-        let mut stats = self.stats;
-        stats.free = self.extents.free_bytes();
-        stats.free_blocks = self.extents.spaces().map(|s| s.piece_count() as u64).sum();
-        stats.largest_free = self
-            .extents
-            .spaces()
-            .map(|s| s.largest_piece())
-            .max()
-            .unwrap_or(0);
-        stats.nodes = self.extents.records.len() as u64;
-        stats.limit = self.physical.limit;
-        stats.headroom = self.physical.headroom;
-        stats.graph_pools = self.graphs.held;
-        self.add_caches(&mut stats);
-        stats.packing = self.packing();
-        stats
     }
 }

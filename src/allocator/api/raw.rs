@@ -1,5 +1,6 @@
 //! Blocks by address on streams by handle, for callers that keep both themselves.
 
+use crate::allocator::inspect::snapshot::block_info_around;
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
@@ -245,7 +246,7 @@ impl Allocator {
     pub fn block_around(&self, ptr: sys::CUdeviceptr) -> Result<BlockInfo, Error> {
         let block = {
             let mut heap = self.engine.open()?;
-            heap.block_info_around(ptr)
+            block_info_around(&mut heap, ptr)
         };
         block.ok_or_else(|| self.engine.lock().physical.not_live(ptr))
     }

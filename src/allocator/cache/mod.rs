@@ -3,6 +3,7 @@
 pub(crate) mod deferred;
 pub(crate) mod grant;
 pub(crate) mod predictor;
+pub(crate) mod shared;
 pub(crate) mod stream_cache;
 
 use std::collections::HashMap;

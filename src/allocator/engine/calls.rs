@@ -18,6 +18,7 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::{PAGE_GRANULES, Want};
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::inspect::holders::set_label;
 use crate::allocator::request::Request;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
@@ -102,7 +103,7 @@ impl Engine {
             debug.name(grant.ptr(), tag);
         }
         if process::has_tool()
-            && let Some(tool) = self.lock().tool
+            && let Some(tool) = self.lock().recorder.tool
         {
             tool.name(grant.ptr(), tag.as_str());
         }
@@ -115,7 +116,7 @@ impl Engine {
                     names.label = label;
                 }
             }
-            (None, Some(id)) => self.lock().set_label(id, label),
+            (None, Some(id)) => set_label(&mut self.lock(), id, label),
             (None, None) => {}
         }
     }
@@ -183,7 +184,7 @@ impl Engine {
             return Ok(grant);
         }
         let mut heap = self.lock();
-        heap.refuse()?;
+        heap.ensure_serving()?;
         let name = (named.key, named.stream.is_some());
         if !heap.contended
             && let Some(grant) = heap.take_ready(&self.device, name, request)
@@ -197,7 +198,8 @@ impl Engine {
             && let Err(Error::OutOfMemory(refused)) = &made
         {
             let stream = (named.key, named.raw as usize);
-            self.lock().tell_refused(refused, stream);
+            let heap = self.lock();
+            heap.recorder.record_refusal(&heap.streams, refused, stream);
         }
         made
     }
@@ -211,7 +213,7 @@ impl Engine {
     ) -> Result<(Guard<'a>, Call<'a>), Error> {
         let (mut heap, stream) = self.slot(heap, named)?;
         heap.same_device(&self.device, stream)?;
-        heap.refuse()?;
+        heap.ensure_serving()?;
         let cache = heap.cache_of(stream);
         if let StreamKey::Id(key) = named.key {
             thread::remember(key, cache);
@@ -453,11 +455,11 @@ impl Engine {
             ready = heap.take_best(&page);
         }
         if let Some(id) = ready {
-            heap.page_taken(id, cache)?;
+            heap.add_page(id, cache)?;
             return Ok((heap, false));
         }
         let (mut heap, id, missed) = self.obtain(heap, &page)?;
-        heap.page_taken(id, cache)?;
+        heap.add_page(id, cache)?;
         Ok((heap, missed))
     }
 
@@ -484,7 +486,13 @@ impl Engine {
         close: bool,
     ) -> Result<(Guard<'a>, bool), Error> {
         let before = cache.lock().pending_bytes();
-        if close && heap.close_batches(cache, None, &mut AfterFree::default()) {
+        let closed = close && {
+            let heap = &mut *heap;
+            let mut after = AfterFree::default();
+            heap.caches
+                .close_batches(&mut heap.streams, cache, None, &mut after)
+        };
+        if closed {
             let ours = heap.streams.kept_uncovered();
             (heap, _) = self.unlocked(heap, || self.cover_all(&ours))?;
         }
@@ -546,7 +554,7 @@ impl Engine {
                 return Ok((heap, None));
             };
             paged = true;
-            heap.page_taken(id, cache)?;
+            heap.add_page(id, cache)?;
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::allocator::inspect::figures::pending_bytes;
 use crate::driver::{StreamKind, process};
 use crate::locks::lines::keep_lines;
 
@@ -41,7 +42,7 @@ impl Engine {
         let (plan, pending) = heap.plan_trim(keep);
         let streams = match pending {
             0 => Vec::new(),
-            _ => heap.pending_bytes(),
+            _ => pending_bytes(&heap),
         };
         heap.peak_live = heap.requested_now();
         heap.peak_active = 0;
@@ -64,7 +65,7 @@ impl Engine {
         self.free_deferred();
         let ours: Vec<(u32, StreamKey)> = {
             let mut heap = self.open()?;
-            heap.refuse()?;
+            heap.ensure_serving()?;
             heap.flush_caches();
             heap.streams.kept_uncovered()
         };
@@ -164,7 +165,7 @@ impl Engine {
         self.release_quarantine(0);
         {
             let mut heap = self.open()?;
-            heap.refuse_guarded()?;
+            heap.guards.ensure_none()?;
             let leases = heap.graphs.count_leases();
             if leases > 0 {
                 return Err(Error::InUse {

@@ -147,7 +147,9 @@ impl Engine {
             }
             unasked.extend(&heap.graphs.unasked);
             let batches = working.iter();
-            batches.map(|(s, of)| (heap.close_batch(*s), *of)).collect()
+            let heap = &mut *heap;
+            let mut close = |stream| heap.caches.close_batch(&mut heap.streams, stream);
+            batches.map(|(s, of)| (close(*s), *of)).collect()
         };
         let mut unanswered = Vec::new();
         let span = nvtx::span(Category::Wait, || "for everything".to_owned());

@@ -177,7 +177,8 @@ impl Engine {
                 return Err(Error::NotLive { ptr });
             }
         }
-        heap.tell_free(id);
+        heap.recorder
+            .record_free(&heap.streams, &heap.extents.records, id);
         let after = match heap.free_alone(id, generation) {
             true => AfterFree::default(),
             false => heap.free(id),
@@ -202,7 +203,8 @@ impl Engine {
             && heap.is_live((id, generation))
             && !heap.extents.records[id].cached
         {
-            heap.tell_free(id);
+            heap.recorder
+                .record_free(&heap.streams, &heap.extents.records, id);
         }
         if heap.free_alone(id, generation) {
             let tended = self.to_tend();
@@ -406,7 +408,8 @@ impl Engine {
             None => self.record_in_heap(ptr, named, now),
         };
         if process::is_recording() && recorded.is_ok() {
-            self.lock().tell_use(ptr, named.key);
+            let heap = self.lock();
+            heap.recorder.record_use(&heap.streams, ptr, named.key);
         }
         recorded
     }
@@ -470,7 +473,9 @@ impl Engine {
         match heap.large_around(ptr) {
             Some(id) => heap.record(id, stream, ticket),
             None => {
-                if !heap.record_small(ptr, Recorded { stream, ticket }) {
+                let heap = &mut *heap;
+                let new = Recorded { stream, ticket };
+                if !heap.caches.record_use(&mut heap.streams, ptr, new) {
                     return Err(Error::NotLive { ptr });
                 }
             }

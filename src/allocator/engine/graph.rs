@@ -6,6 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
+use crate::allocator::inspect::shortage::out_of_memory_in_pool;
 use crate::driver::{Dependency, DriverError, Stream, process, sys};
 use crate::sync::capture::is_of_capture;
 
@@ -248,7 +249,7 @@ impl Engine {
         let lacks_lease = {
             let heap = self.open()?;
             usable_pool(&heap.graphs, pool)?;
-            heap.refuse_pool(pool)?;
+            heap.graphs.ensure_present(pool)?;
             let mut capture = info.iter();
             capture.any(|info| heap.graphs.lacks_lease(info.id, pool))
         };
@@ -316,7 +317,8 @@ impl Engine {
         if process::is_recording()
             && let Err(Error::OutOfMemory(refused)) = &made
         {
-            self.lock().tell_refused(refused, stream);
+            let heap = self.lock();
+            heap.recorder.record_refusal(&heap.streams, refused, stream);
         }
         made.map(Some)
     }
@@ -395,7 +397,7 @@ impl Engine {
         loop {
             let mut heap = self.open()?;
             usable_pool(&heap.graphs, pool)?;
-            heap.refuse_pool(pool)?;
+            heap.graphs.ensure_present(pool)?;
             if let Asker::Captured {
                 capture, number, ..
             } = request.asker
@@ -487,7 +489,7 @@ impl Engine {
 
     /// Returns the error for a pool request for which the driver provided no memory.
     fn no_room(&self, request: &PoolRequest, needed: u64, refusal: Option<DriverError>) -> Error {
-        let error = self.lock().out_of_memory_in_pool(request, needed);
+        let error = out_of_memory_in_pool(&mut self.lock(), request, needed);
         self.out_of_memory(error, refusal)
     }
 

@@ -64,7 +64,7 @@ impl Engine {
         }
         let mut heap = self.open()?;
         usable_pool(&heap.graphs, pool)?;
-        heap.refuse_pool(pool)?;
+        heap.graphs.ensure_present(pool)?;
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
         let now = heap.graphs.uses_of(pool, &changes);
         if !now.iter().all(|(user, _)| asked.contains(&user.identity())) {
@@ -241,7 +241,7 @@ impl Engine {
     fn plan_home(&self, pool: u64, bytes: u64) -> Result<u64, Error> {
         loop {
             let mut heap = self.open()?;
-            heap.refuse_pool(pool)?;
+            heap.graphs.ensure_present(pool)?;
             if let Some(home) = heap.graphs.plan_free(pool, bytes) {
                 return Ok(home);
             }
@@ -307,7 +307,11 @@ impl Engine {
                 for (home, bytes) in &homes {
                     if !left.contains_key(home) {
                         heap.suspended.died(*home);
-                        heap.tell_pool_memory(Kind::Unmap, *home, *bytes);
+                        heap.recorder.record_memory(
+                            Kind::Unmap,
+                            (*home, *bytes),
+                            (SpaceId::Large, true),
+                        );
                     }
                 }
                 for (base, bytes) in &addresses {

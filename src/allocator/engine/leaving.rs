@@ -178,7 +178,7 @@ impl Drop for Leaving<'_> {
         }
         if heap.streams[self.stream].leaving == 0 && heap.streams.name_again(self.stream) {
             let known = matches!(heap.streams[self.stream].key, StreamKey::Id(_));
-            let open = heap.refuse().is_ok() && !heap.orphaned;
+            let open = heap.ensure_serving().is_ok() && !heap.orphaned;
             heap.caches.set_fast(self.stream, known && open);
         }
     }

@@ -82,7 +82,8 @@ impl Engine {
             let holder = slot.holder.clone();
             // The bound is taken before the event is recorded, and later frees get a later ticket, so the event covers
             // every ticket up to the bound.
-            let batch = heap.close_batch(stream);
+            let heap = &mut *heap;
+            let batch = heap.caches.close_batch(&mut heap.streams, stream);
             (batch, raw, context, holder)
         };
         // Nothing is recorded into a graph; the next marker covers this batch.

@@ -210,7 +210,7 @@ impl Engine {
             heap.streams.watchful = ask_captures;
             heap.streams.unretired = unretired;
             heap.caches.legacy = (!config.context_checks).then(|| context.legacy_id());
-            heap.tool = tool.filter(|_| !rules.maps());
+            heap.recorder.tool = tool.filter(|_| !rules.maps());
             Engine {
                 id,
                 me: me.clone(),

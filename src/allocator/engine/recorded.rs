@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::inspect::recording::record_state;
+use crate::allocator::recording::unnumbered_handle;
 
 use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
@@ -93,7 +95,7 @@ impl Running {
         sample::set_mean(start.sampling);
         for engine in engines() {
             if let Some(mut heap) = engine.readable() {
-                heap.tell_all(start.ticks, engine.total_memory);
+                record_state(&mut heap, start.ticks, engine.total_memory);
             }
         }
         Ok(running)
@@ -162,7 +164,7 @@ impl Engine {
         };
         let handle = match has_number(stream) {
             true => None,
-            false => self.lock().unnumbered(stream),
+            false => unnumbered_handle(&self.lock().streams, stream),
         };
         let event = Event {
             kind: Kind::Sample,
@@ -186,7 +188,7 @@ impl Engine {
         }
         if process::is_recording() {
             let ticks = crate::event::clock::ticks();
-            self.lock().tell_all(ticks, self.total_memory);
+            record_state(&mut self.lock(), ticks, self.total_memory);
         }
     }
 }

@@ -488,11 +488,11 @@ impl Engine {
             Freed::Done => {}
             // The page or the batch may have been removed with its last block.
             Freed::Page | Freed::Full(_) if !ours => {}
-            Freed::Page => {
-                heap.return_surplus(cache, &mut after);
-            }
+            Freed::Page => heap.return_surplus(cache, &mut after),
             Freed::Full(stream) => {
-                if heap.close_batches(cache, Some(stream), &mut after) {
+                let heap = &mut *heap;
+                let (caches, streams) = (&mut heap.caches, &mut heap.streams);
+                if caches.close_batches(streams, cache, Some(stream), &mut after) {
                     after.mark(stream, heap.streams[stream].key);
                 }
             }

@@ -3,6 +3,10 @@
 //! A suspension closes the selected memory under the lock, waits, takes the handles out of the heap, and calls the
 //! driver without the lock. [`Work`] records in the end what is suspended and what is not, also after a failure.
 
+use crate::allocator::inspect::shortage::short_of;
+use crate::allocator::suspend::target;
+use std::collections::BTreeMap;
+
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::segments::{Segment, SegmentChange};
 use crate::allocator::heap::Heap;
@@ -111,8 +115,10 @@ impl<'a> Work<'a> {
             heap.suspended.under_way = homes.collect();
         } else {
             for (at, target) in targets.iter().enumerate() {
-                if let Err(error) = heap.close_target(*target) {
-                    targets[..at].iter().for_each(|t| heap.open_target(*t));
+                if let Err(error) = target::close(&mut heap, *target) {
+                    targets[..at]
+                        .iter()
+                        .for_each(|t| target::open(&mut heap, *t));
                     return Err(error);
                 }
             }
@@ -176,10 +182,10 @@ impl Drop for Work<'_> {
                     heap.suspended.map.insert(target, suspension);
                 }
                 Some(suspension) => {
-                    heap.woken(target, &suspension);
+                    target::restore(&mut heap, target, &suspension);
                     copies.push(suspension.copy);
                 }
-                None => heap.open_target(target),
+                None => target::open(&mut heap, target),
             }
         }
         heap.graphs.recount();
@@ -217,8 +223,8 @@ impl Engine {
         {
             let mut heap = self.lock();
             for target in &work.targets {
-                let contents = heap.contents(*target, keep);
-                let parked = heap.park(*target, contents)?;
+                let contents = keep.of(heap.suspended.tag_of(*target));
+                let parked = target::park(&mut heap, *target, contents)?;
                 heap.suspended.under_way.extend(parked.homes());
                 work.parked.push(parked);
             }
@@ -265,7 +271,7 @@ impl Engine {
             heap.physical.full_at = None;
             for (target, parked) in work.targets.iter().zip(&mut work.parked) {
                 if matches!(target, Target::Arenas) {
-                    heap.drop_unused(parked);
+                    target::drop_unused(&mut heap, parked);
                 }
             }
             // The limit counts suspended memory only if the whole allocator is suspended.
@@ -273,11 +279,11 @@ impl Engine {
             let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
             parked.map(|(_, parked)| parked.missing()).sum::<u64>()
         };
-        if !self.lock().announce_back(missing) {
+        if !target::reserve_room(&mut self.lock(), missing) {
             self.spare_memory()?;
-            if !self.lock().announce_back(missing) {
+            if !target::reserve_room(&mut self.lock(), missing) {
                 drop(work);
-                let error = self.lock().short_of(missing);
+                let error = short_of(&mut self.lock(), missing);
                 return Err(self.out_of_memory(error, None));
             }
         }
@@ -291,7 +297,7 @@ impl Engine {
             drop(work);
             return Err(match error.driver_error() {
                 Some(cause) if cause.is_out_of_memory() => {
-                    let error = self.lock().short_of(missing);
+                    let error = short_of(&mut self.lock(), missing);
                     self.out_of_memory(error, Some(cause))
                 }
                 _ => error,
@@ -361,7 +367,11 @@ impl Engine {
             if heap.suspended.working || heap.suspended.map.is_empty() {
                 return Ok(());
             }
-            let away = heap.take_unused_pools();
+            let away = {
+                let heap = &mut *heap;
+                heap.suspended
+                    .take_unused(|pool| heap.graphs.is_unused(pool))
+            };
             heap.suspended.working = !away.is_empty();
             away
         };
@@ -372,10 +382,10 @@ impl Engine {
     pub(crate) fn discard_suspended(&self) -> Result<(), Error> {
         self.suspender.drop_spare();
         let away = std::mem::take(&mut self.lock().suspended.map);
-        self.discard(away.into_iter().collect())
+        self.discard(away)
     }
 
-    fn discard(&self, away: Vec<(Target, Suspension)>) -> Result<(), Error> {
+    fn discard(&self, away: BTreeMap<Target, Suspension>) -> Result<(), Error> {
         if away.is_empty() {
             return Ok(());
         }
@@ -398,7 +408,7 @@ impl Engine {
             }
             copies.push(copy);
             match given {
-                Ok(()) => heap.forgotten(target, suspension),
+                Ok(()) => target::discard(&mut heap, target, suspension),
                 Err(_) => drop(heap.suspended.map.insert(target, suspension)),
             }
         }
@@ -423,16 +433,6 @@ impl Engine {
 
     /// Refuses a launch that would use suspended memory of a pool.
     pub(crate) fn refuse_launch(&self, pool: u64) -> Result<(), Error> {
-        self.open()?.refuse_pool(pool)
-    }
-}
-
-impl Heap {
-    /// Returns what happens to the contents of a target.
-    fn contents(&self, target: Target, keep: &Keep) -> Contents {
-        keep.of(match target {
-            Target::Pool(id) => self.suspended.tags.get(&id).copied(),
-            Target::Arenas => None,
-        })
+        self.open()?.graphs.ensure_present(pool)
     }
 }

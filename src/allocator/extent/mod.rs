@@ -37,7 +37,7 @@ pub(crate) mod want;
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::lookup::Lookup;
-use crate::allocator::extent::record::{COMPLETE, NIL, Records, SpaceId, State as Extent};
+use crate::allocator::extent::record::{COMPLETE, Hot, NIL, Records, SpaceId, State as Extent};
 use crate::allocator::extent::space::Space;
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
@@ -159,6 +159,16 @@ impl Extents {
             }
             space.forget_stream(stream);
         }
+    }
+
+    /// Returns the extents of a space, by address.
+    pub(crate) fn row(&self, space: SpaceId) -> impl Iterator<Item = &Hot> {
+        let regions = self.space(space).into_iter();
+        let firsts = regions.flat_map(|space| space.regions().values().map(|region| region.first));
+        let in_use = |id: u32| (id != NIL).then(|| &self.records[id]);
+        firsts.flat_map(move |first| {
+            std::iter::successors(in_use(first), move |hot| in_use(hot.next))
+        })
     }
 
     /// Returns a space and the records that its operations need.

@@ -460,6 +460,14 @@ impl Graphs {
         pools.for_each(|pool| pool.untold = false);
     }
 
+    /// Fails while a pool is suspended.
+    pub(crate) fn ensure_present(&self, pool: u64) -> Result<(), Error> {
+        match self.pools.get(&pool) {
+            Some(pool) if pool.suspended => Err(Error::Suspended),
+            _ => Ok(()),
+        }
+    }
+
     /// Returns the footprint of a pool.
     pub(crate) fn footprint(&self, id: u64) -> Footprint {
         let Some(pool) = self.pools.get(&id) else {

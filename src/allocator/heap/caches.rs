@@ -3,19 +3,19 @@
 //! All code here runs under the lock of the heap and takes the locks of stream caches inside it.
 
 use crate::allocator::cache::HeldBack;
-use crate::allocator::cache::stream_cache::{Batch, Node, Returned, Run, StreamCache, Using};
-use crate::allocator::extent::record::{Recorded, SpaceId, State as Extent};
+use crate::allocator::cache::stream_cache::{Node, Returned, StreamCache, Using};
+use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
-use crate::allocator::stream::slot::{self, AfterFree, Holder};
+use crate::allocator::stream::slot::{AfterFree, Holder};
 use crate::error::Error;
 
 impl Heap {
     // ---- pages ---------------------------------------------------------------------------------
 
     /// Gives a claimed page of the small arena to a stream cache.
-    pub(crate) fn page_taken(&mut self, id: u32, cache: &'static StreamCache) -> Result<(), Error> {
+    pub(crate) fn add_page(&mut self, id: u32, cache: &'static StreamCache) -> Result<(), Error> {
         let base = self.extents.records[id].addr;
         let Some(info) = self.caches.table.info(base) else {
             // The page follows its own stream, which has waited for the other users of the memory.
@@ -93,7 +93,8 @@ impl Heap {
     }
 
     fn flush_cache(&mut self, cache: &'static StreamCache) -> bool {
-        self.close_batches(cache, None, &mut AfterFree::default());
+        self.caches
+            .close_batches(&mut self.streams, cache, None, &mut AfterFree::default());
         let emptied = self.empty_large_cache(cache);
         {
             let mut inner = cache.lock();
@@ -136,102 +137,6 @@ impl Heap {
             .fold(false, |any, stream| self.flush_caches_of(stream) | any)
     }
 
-    // ---- blocks that other streams used --------------------------------------------------------
-
-    /// Records a use by another stream, in the heap, on the live small block around an address. False if there is none.
-    pub(crate) fn record_small(&mut self, ptr: u64, new: Recorded) -> bool {
-        match self.caches.small_around(ptr) {
-            Some((_, _, owner)) if owner == new.stream => true,
-            Some((cache, run, _)) => self.note_in_heap(cache, &run, Some(new)),
-            None => false,
-        }
-    }
-
-    /// Moves the uses recorded on a live small block into the heap, so that its free enters the heap, and adds a use.
-    /// False if the block is no longer live.
-    pub(crate) fn note_in_heap(
-        &mut self,
-        cache: &'static StreamCache,
-        run: &Run,
-        new: Option<Recorded>,
-    ) -> bool {
-        let Some(using) = cache.lock().leave_to_heap(run.node, run.ptr) else {
-            return false;
-        };
-        let mut known = self.recorded_uses(run.ptr, using);
-        if let Some(new) = new {
-            crate::allocator::extent::record::add_recorded(&mut known, new);
-        }
-        for one in &known {
-            self.streams[one.stream].live += 1;
-        }
-        self.caches.recorded.insert(run.ptr, known);
-        true
-    }
-
-    /// Takes the recorded uses of a live small block from wherever they are stored.
-    fn recorded_uses(&mut self, ptr: u64, using: Using) -> Vec<Recorded> {
-        if let Some(stream) = using.slot() {
-            self.caches.uncount_recorded(stream, 1);
-            return vec![Recorded {
-                stream,
-                ticket: None,
-            }];
-        }
-        let known = self.caches.recorded.remove(&ptr).unwrap_or_default();
-        for one in &known {
-            self.streams[one.stream].live -= 1;
-        }
-        known
-    }
-
-    /// Closes the open batch of a stream, in its stream caches too: their later frees get the next ticket, before any
-    /// event is recorded for the batch.
-    pub(crate) fn close_batch(&mut self, stream: u32) -> slot::Batch {
-        let batch = self.streams.close_batch(stream);
-        self.caches.set_ticket(stream, self.streams[stream].open);
-        batch
-    }
-
-    /// Closes the open batches of a stream cache, or only that of one other stream in it.
-    pub(crate) fn close_batches(
-        &mut self,
-        cache: &'static StreamCache,
-        stream: Option<u32>,
-        after: &mut AfterFree,
-    ) -> bool {
-        let (owner, batches) = {
-            let mut inner = cache.lock();
-            (inner.slot, inner.close_batches(stream))
-        };
-        let any = !batches.is_empty();
-        for batch in batches {
-            self.batch_closed(cache, owner, batch, after);
-        }
-        any
-    }
-
-    /// Takes over a closed batch: its blocks get a ticket of the stream that used them.
-    fn batch_closed(
-        &mut self,
-        cache: &'static StreamCache,
-        owner: u32,
-        batch: Batch,
-        after: &mut AfterFree,
-    ) {
-        let u = self.streams.ticket(batch.stream, None);
-        self.caches
-            .uncount_recorded(batch.stream, batch.nodes.len() as i64);
-        self.streams.count_free(&u, batch.bytes, after);
-        self.caches.held_back.push(HeldBack {
-            cache,
-            owner,
-            uses: Uses::One(u),
-            nodes: batch.nodes,
-            bytes: batch.bytes,
-        });
-    }
-
     /// Frees a live small block that its stream cache cannot free by itself.
     pub(crate) fn free_small(
         &mut self,
@@ -258,7 +163,7 @@ impl Heap {
         };
         if live.using != Using::NONE {
             let bytes = u64::from(live.granules) * GRANULE;
-            let recorded = self.recorded_uses(ptr, live.using);
+            let recorded = self.caches.take_uses(&mut self.streams, ptr, live.using);
             let uses: Vec<Use> = recorded
                 .iter()
                 .map(|r| self.streams.ticket(r.stream, r.ticket))
@@ -273,7 +178,7 @@ impl Heap {
                 nodes: vec![node],
                 bytes,
             };
-            let held = self.guards.unless_guarded(ptr, held);
+            let held = self.guards.keep_small(ptr, held);
             self.caches.held_back.extend(held);
             self.return_held_back();
         }

@@ -35,11 +35,16 @@ impl Heap {
             self.caches.set_fast(stream, false);
             self.caches.stop_asking(stream);
             for cache in self.caches.all().to_vec() {
-                self.close_batches(cache, Some(stream), &mut AfterFree::default());
+                self.caches.close_batches(
+                    &mut self.streams,
+                    cache,
+                    Some(stream),
+                    &mut AfterFree::default(),
+                );
             }
             self.flush_caches_of(stream);
             // All work so far is under tickets below the open one.
-            drop(self.close_batch(stream));
+            drop(self.caches.close_batch(&mut self.streams, stream));
             let slot = &mut self.streams[stream];
             let context = std::mem::replace(&mut slot.context, own.clone());
             held.push((

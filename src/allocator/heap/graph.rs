@@ -91,7 +91,8 @@ impl Heap {
         if let (Ok(_), Some((home, sizes))) = (&made, &plan.fresh) {
             let mut at = *home;
             for bytes in sizes {
-                self.tell_pool_memory(Kind::Map, at, *bytes);
+                self.recorder
+                    .record_memory(Kind::Map, (at, *bytes), (SpaceId::Large, true));
                 at += bytes;
             }
         }
@@ -118,7 +119,13 @@ impl Heap {
         if process::is_recording() {
             names.context = event::names::context() as u16;
         }
-        self.tell_pooled(Kind::Allocate, (place.addr, requested), users.first());
+        let first = users.first().map(|user| (user.key, user.raw));
+        self.recorder.record_pooled(
+            &self.streams,
+            Kind::Allocate,
+            (place.addr, requested),
+            first,
+        );
         let live = Live {
             id,
             generation,
@@ -147,7 +154,9 @@ impl Heap {
         let gone = pool.arena.release(addr, tag)?;
         self.extents.lookup.remove(addr);
         self.extents.records.retire(gone.id);
-        self.tell_pooled(Kind::Free, (addr, gone.requested), gone.users.first());
+        let first = gone.users.first().map(|user| (user.key, user.raw));
+        self.recorder
+            .record_pooled(&self.streams, Kind::Free, (addr, gone.requested), first);
         Some(gone.users)
     }
 

@@ -433,6 +433,7 @@ impl Heap {
             },
         );
         self.stats.segment_added(space == SpaceId::Small, bytes);
-        self.tell_held(Kind::Map, addr, bytes, (space, handle.is_some()));
+        self.recorder
+            .record_memory(Kind::Map, (addr, bytes), (space, handle.is_some()));
     }
 }

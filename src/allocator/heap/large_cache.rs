@@ -3,10 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use crate::allocator::cache::stream_cache::{CachedBlock, StreamCache};
-use crate::allocator::extent::invariant::{holds, same};
-use crate::allocator::extent::record::State as Extent;
 use crate::allocator::heap::Heap;
-use crate::error::Error;
 
 impl Heap {
     /// Puts a block that the heap has allocated into the large-block cache of its stream cache, if it is likely to be
@@ -210,73 +207,6 @@ impl Heap {
                 self.out_of_cache(block);
             }
         }
-    }
-
-    /// Checks that the heap knows exactly the blocks that are in large-block caches.
-    pub(crate) fn check_large_caches(&self) -> Result<(), Error> {
-        let mut known = 0u64;
-        for cache in self.caches.all() {
-            let inner = cache.lock();
-            inner.large_cache.check()?;
-            for block in inner.large_cache.blocks() {
-                known += 1;
-                let provisional = self.caches.provisional == Some(block.id);
-                holds(
-                    "without a contention there is one block in a large-block cache at most",
-                    provisional || self.caches.contention > 0,
-                )?;
-                let (hot, cold) = (
-                    &self.extents.records[block.id],
-                    self.extents.records.cold(block.id),
-                );
-                let here = self.caches.cached.get(&block.id);
-                let here = here.is_some_and(|known| std::ptr::eq(*known, *cache));
-                holds(
-                    "a block in a large-block cache is known there",
-                    hot.cached && here,
-                )?;
-                holds(
-                    "a block in a large-block cache is in use for the heap",
-                    hot.state == Extent::Used && hot.stream == inner.slot,
-                )?;
-                holds(
-                    "only its own stream uses a block in a large-block cache",
-                    cold.recorded().is_empty(),
-                )?;
-                same(
-                    "address of a block in a large-block cache",
-                    block.ptr,
-                    hot.addr,
-                )?;
-                same(
-                    "length of a block in a large-block cache",
-                    block.granules,
-                    hot.granules,
-                )?;
-                same(
-                    "bytes asked for in a large-block cache",
-                    block.counted,
-                    cold.requested,
-                )?;
-                holds(
-                    "a block in a large-block cache asks for no more than is counted",
-                    block.requested <= block.counted,
-                )?;
-            }
-        }
-        let marked = self
-            .extents
-            .records
-            .iter()
-            .filter(|(_, hot)| hot.cached)
-            .count() as u64;
-        let in_large_caches = self.caches.in_large_caches.load(Ordering::Relaxed);
-        same(
-            "blocks in large-block caches, as told to all",
-            known,
-            in_large_caches,
-        )?;
-        same("blocks in large-block caches", known, marked)
     }
 }
 

@@ -3,26 +3,17 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod caches;
-pub(crate) mod check;
 pub(crate) mod complete;
 pub(crate) mod contexts;
-pub(crate) mod figures;
 pub(crate) mod graph;
 pub(crate) mod growth;
-pub(crate) mod guarded;
-pub(crate) mod guards;
-pub(crate) mod holders;
 pub(crate) mod large_cache;
 pub(crate) mod peaks;
 pub(crate) mod ready;
-pub(crate) mod recorded;
 pub(crate) mod release;
 pub(crate) mod request;
-pub(crate) mod shortage;
-pub(crate) mod snapshot;
 pub(crate) mod stitch;
 pub(crate) mod streams;
-pub(crate) mod suspend;
 pub(crate) mod views;
 
 use std::sync::{Arc, Weak};
@@ -39,10 +30,11 @@ use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Graphs;
-use crate::allocator::heap::guarded::Guards;
+use crate::allocator::guard::Guards;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::physical::{Bounds, Physical};
+use crate::allocator::recording::Recorder;
 use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::Stats;
@@ -51,7 +43,7 @@ use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::suspend::Suspensions;
 use crate::allocator::view::Views;
-use crate::nvtx::Tool;
+use crate::error::Error;
 
 /// Bytes of pieces that streams other than their own may still access.
 fn mixed_bytes(shards: &[Shard]) -> u64 {
@@ -103,8 +95,7 @@ pub(crate) struct Heap {
     pub closed: bool,
     /// Whether no allocator handle is left: then the drop of the last block closes the heap.
     pub orphaned: bool,
-    /// The NVTX tool that receives blocks, and the heaps that contain them.
-    pub tool: Option<&'static Tool>,
+    pub recorder: Recorder,
 }
 
 impl Heap {
@@ -116,6 +107,7 @@ impl Heap {
         bounds: Bounds,
         tuning: Tuning,
     ) -> Self {
+        let recorder = Recorder::new(owner.1);
         Heap {
             device,
             rules,
@@ -137,7 +129,7 @@ impl Heap {
             frees: 0,
             closed: false,
             orphaned: false,
-            tool: None,
+            recorder,
         }
     }
 
@@ -192,6 +184,18 @@ impl Heap {
     /// Whether more than half of the bound on held bytes is used.
     pub(crate) fn is_near(&self) -> bool {
         self.physical.is_near(self.held())
+    }
+
+    /// Fails if the allocator is closed, or memory outside graph pools is suspended.
+    #[inline]
+    pub(crate) fn ensure_serving(&self) -> Result<(), Error> {
+        if self.closed {
+            return Err(Error::Closed);
+        }
+        match self.suspended.closed {
+            true => Err(Error::Suspended),
+            false => Ok(()),
+        }
     }
 
     // ---- blocks ----------------------------------------------------------------------------
@@ -353,7 +357,7 @@ impl Heap {
     }
 
     /// Counts freed bytes that several streams may still access.
-    pub(crate) fn mixed_added(&mut self, space: SpaceId, bytes: u64) {
+    pub(crate) fn count_mixed(&mut self, space: SpaceId, bytes: u64) {
         self.stats
             .on_pool(space != SpaceId::Large, |pool| pool.active.add(bytes));
         self.note_mixed();
@@ -394,7 +398,8 @@ impl Heap {
         home: &'static StreamCache,
     ) -> Grant {
         self.born(id, stream, requested);
-        self.tell_granted(id, requested);
+        self.recorder
+            .record_allocation(&self.streams, &mut self.extents.records, id);
         let hot = &self.extents.records[id];
         let life = (id, hot.generation);
         Grant::large(home, hot.addr, life, (hot.granules, requested))
@@ -501,7 +506,7 @@ impl Heap {
         self.note_peak();
         let cold = self.extents.records.cold_mut(id);
         cold.freed = self.frees;
-        let (requested, in_view) = (cold.requested, !cold.home().is_empty());
+        let requested = cold.requested;
         let shared = !cold.recorded().is_empty();
         self.extents.lookup.remove(addr);
         if self.rules.caches() {
@@ -520,25 +525,36 @@ impl Heap {
             self.streams[u.stream].live -= 1;
             self.streams.count_free(u, bytes, &mut after);
         }
-        let Some(uses) = self.unless_guarded(id, uses) else {
+        let Some(uses) = self.guards.keep_large(
+            (id, uses),
+            &mut self.extents.records,
+            &mut self.streams,
+            &mut self.stats,
+        ) else {
             return after;
         };
         let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
-        if in_view {
+        // A recorded use may be complete already, and so is all work of a retired stream.
+        let complete = shared || (over && space == SpaceId::Large);
+        self.release_block(space, id, uses, complete);
+        after
+    }
+
+    /// Makes a block free memory, at home if it lies in a view; with `complete`, removes its completed uses.
+    pub(crate) fn release_block(&mut self, space: SpaceId, id: u32, uses: Uses, complete: bool) {
+        if !self.extents.records.cold(id).home().is_empty() {
             for piece in self.view_block_freed(id, &uses) {
-                if shared || over {
+                if complete {
                     self.complete_piece(SpaceId::Large, piece);
                 }
             }
-            return after;
+            return;
         }
         let (at, records) = self.extents.parts(space);
         let piece = at.release(records, id, uses);
-        if shared || (over && space == SpaceId::Large) {
-            // A recorded use may be complete already, and so is all work of a retired stream.
+        if complete {
             self.complete_piece(space, piece);
         }
-        after
     }
 
     /// Updates the recent peak before a block is freed.

@@ -1,13 +1,11 @@
 //! Totals and peaks over all stream caches and the heap.
 
-use crate::error::Error;
 use std::sync::Arc;
 
 use crate::allocator::cache::stream_cache::{
     Allocated, Amounts, CachedBlock, Owner, Small, StreamCache,
 };
 use crate::allocator::cache::{Locked, SmallTotals, totals};
-use crate::allocator::extent::invariant::{holds, same};
 use crate::allocator::heap::Heap;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::allocator::stats::{PoolStats, Stats};
@@ -212,25 +210,6 @@ impl Heap {
         let all = &self.stats.all;
         self.caches.high = [all.requested.current, all.allocations.current];
         self.raise_peaks(locked);
-    }
-
-    /// Checks that the limits of the stream caches never exceed a peak.
-    pub(crate) fn check_limits(&self) -> Result<(), Error> {
-        let locked = self.caches.lock_caches();
-        let limits = locked
-            .iter()
-            .map(|inner| inner.runs.accounts.allocated.limit());
-        let limit: u64 = limits.sum();
-        same(
-            "limits of stream caches are known",
-            limit,
-            self.caches.limit,
-        )?;
-        let (all, small) = (&self.stats.all.allocated, &self.stats.small.allocated);
-        holds(
-            "stream caches stay below the peak",
-            limit <= small.peak && all.current + limit <= all.peak,
-        )
     }
 
     /// Stops the stream caches if no block is live and no call is in progress. Otherwise returns the number and bytes

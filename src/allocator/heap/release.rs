@@ -211,7 +211,8 @@ impl Heap {
         self.physical.holdings.remove(&release.addr);
         self.suspended.died(release.addr);
         let memory = (release.space, release.handle.is_some());
-        self.tell_held(Kind::Unmap, release.addr, release.bytes, memory);
+        self.recorder
+            .record_memory(Kind::Unmap, (release.addr, release.bytes), memory);
         if release.space == SpaceId::Large {
             self.physical.handles.remove(release.addr);
         }

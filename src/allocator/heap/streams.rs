@@ -31,7 +31,7 @@ impl Heap {
             return stream;
         }
         let stream = self.streams.add(key, raw, context, holder);
-        self.tell_stream(stream, raw);
+        self.recorder.record_stream(stream, raw);
         self.streams_changed();
         stream
     }
@@ -105,7 +105,7 @@ impl Heap {
             inner.raw = slot.handle_to_ask();
             inner.runs.set_ticket(slot.open);
             inner.set_fast(
-                self.refuse().is_ok() && slot.named && matches!(slot.key, StreamKey::Id(_)),
+                self.ensure_serving().is_ok() && slot.named && matches!(slot.key, StreamKey::Id(_)),
             );
         }
         self.caches.add(stream, cache);
@@ -127,7 +127,7 @@ impl Heap {
 
     /// Lets the stream caches of all streams that may get work serve requests without the heap.
     pub(crate) fn open_caches(&mut self) {
-        let open = self.refuse().is_ok() && !self.orphaned;
+        let open = self.ensure_serving().is_ok() && !self.orphaned;
         for (stream, slot) in self.streams.iter() {
             let known = matches!(slot.key, StreamKey::Id(_));
             self.caches.set_fast(stream, open && known && slot.named);
@@ -202,7 +202,12 @@ impl Heap {
     /// freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
         for cache in self.caches.all().to_vec() {
-            self.close_batches(cache, Some(stream), &mut AfterFree::default());
+            self.caches.close_batches(
+                &mut self.streams,
+                cache,
+                Some(stream),
+                &mut AfterFree::default(),
+            );
         }
         self.flush_caches_of(stream);
         let busy = self.caches.uses_of(stream) > 0;
@@ -243,7 +248,7 @@ impl Heap {
         let drained = slot.open_uses == 0 && slot.completed + 1 >= slot.open;
         if !drained || self.caches.uses_of(stream) > 0 {
             let slot = &self.streams[stream];
-            let fast = self.refuse().is_ok() && slot.named;
+            let fast = self.ensure_serving().is_ok() && slot.named;
             self.caches
                 .set_fast(stream, fast && matches!(slot.key, StreamKey::Id(_)));
             return;

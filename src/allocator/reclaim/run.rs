@@ -6,6 +6,7 @@
 //!
 //! Callers have to consider that the lock may have been released in between. Only `engine/calls.rs` calls this module.
 
+use crate::allocator::inspect::shortage::out_of_memory;
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
 
@@ -136,7 +137,7 @@ impl Engine {
                 continue;
             };
             if let Some(regime) = reclaim.regime {
-                heap.tell_regime();
+                heap.recorder.record_regime(heap.physical.regime);
                 // The taken memory is claimed.
                 (heap, ()) = self.unlocked(heap, || {
                     self.log_regime(regime);
@@ -209,9 +210,9 @@ impl Engine {
                     }
                 }
                 let cause = reclaim.cause(&heap, want);
-                let error = heap.out_of_memory(want);
+                let error = out_of_memory(&mut heap, want);
                 if reclaim.regime.is_some() {
-                    heap.tell_regime();
+                    heap.recorder.record_regime(heap.physical.regime);
                 }
                 drop(heap);
                 if let Some(regime) = reclaim.regime {

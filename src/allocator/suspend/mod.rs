@@ -7,6 +7,7 @@
 pub(crate) mod commit;
 pub(crate) mod contents;
 pub(crate) mod host;
+pub(crate) mod target;
 
 use std::collections::BTreeMap;
 
@@ -121,6 +122,20 @@ pub(crate) struct Suspensions {
 }
 
 impl Suspensions {
+    /// Removes the suspensions of pools that cannot be used any more.
+    pub(crate) fn take_unused(
+        &mut self,
+        is_unused: impl Fn(u64) -> bool,
+    ) -> BTreeMap<Target, Suspension> {
+        let all = std::mem::take(&mut self.map).into_iter();
+        let (unused, used) = all.partition(|(target, _)| match target {
+            Target::Pool(id) => is_unused(*id),
+            Target::Arenas => false,
+        });
+        self.map = used;
+        unused
+    }
+
     /// Returns the number of the segment at an address, which is stable until the segment is unmapped.
     pub(crate) fn id_of(&mut self, home: u64) -> u64 {
         let count = &mut self.count;
@@ -133,6 +148,14 @@ impl Suspensions {
     /// Forgets the number of a segment that was unmapped.
     pub(crate) fn died(&mut self, home: u64) {
         self.ids.remove(&home);
+    }
+
+    /// Returns the tag of a target, if it is a pool that has one.
+    pub(crate) fn tag_of(&self, target: Target) -> Option<Tag> {
+        match target {
+            Target::Pool(id) => self.tags.get(&id).copied(),
+            Target::Arenas => None,
+        }
     }
 
     /// Whether a handle at this home is suspended, or is being suspended or resumed.

@@ -8,6 +8,7 @@ use crate::allocator::extent::record::{COMPLETE, SpaceId};
 use crate::allocator::extent::uses::Use;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::inspect::check::check;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{Holder, StreamKey};
@@ -153,7 +154,10 @@ fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
     assert_eq!(heap.extents.records[piece].stream, class);
     let claimed = heap.claim(SpaceId::Large, piece, 0, (2 * MIB as u64 / GRANULE) as u32);
     let (id, shards) = claimed.ok_or("not claimed")?;
-    let batch = heap.close_batch(class);
+    let batch = {
+        let heap = &mut *heap;
+        heap.caches.close_batch(&mut heap.streams, class)
+    };
     heap.streams.batch_complete(&batch);
     heap.complete_advanced();
     heap.restore(SpaceId::Large, id, shards);
@@ -188,15 +192,15 @@ fn a_taken_extent_is_no_block_yet() -> Outcome {
         let want = request.want(SpaceId::Large, stream);
         let live = heap.stats.all.allocations.current;
         let id = heap.take_near(&want, &[addr]).ok_or("not taken")?;
-        heap.check()?;
+        check(&heap)?;
         assert_eq!(heap.stats.all.allocations.current, live);
         let cache = heap.cache_of(stream);
         let grant = heap.granted(id, stream, want.requested, cache);
-        heap.check()?;
+        check(&heap)?;
         assert_eq!(heap.stats.all.allocations.current, live + 1);
         let id = grant.place.record().ok_or("no record")?;
         heap.free(id);
-        heap.check()?;
+        check(&heap)?;
         drop(heap);
         rig.end()?;
     }

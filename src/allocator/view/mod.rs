@@ -29,7 +29,8 @@ pub(crate) mod sources;
 use std::collections::BTreeMap;
 
 use crate::allocator::extent::want::Want;
-use crate::allocator::report::SelfTest;
+use crate::allocator::physical::Physical;
+use crate::allocator::report::{PhysicalSegment, SelfTest};
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{
     EXTENSIONS, Layout, Mapping, Openings, Site, View, ViewRun, push_part,
@@ -133,6 +134,29 @@ impl Views {
     /// Returns the number of mappings in views.
     pub(crate) fn view_maps(&self) -> usize {
         self.map.values().map(|v| v.mappings.len()).sum()
+    }
+
+    /// Returns the physical segments of a range inside one view.
+    pub(crate) fn segments(&self, physical: &Physical, ptr: u64, end: u64) -> Vec<PhysicalSegment> {
+        let Some((base, view)) = self.view_around(ptr) else {
+            return Vec::new();
+        };
+        let (mut segments, mut at) = (Vec::new(), base);
+        for mapping in &view.mappings {
+            let bytes = u64::from(mapping.granules) * GRANULE;
+            let (from, to) = (ptr.max(at), end.min(at + bytes));
+            if from < to {
+                segments.push(PhysicalSegment {
+                    address: from,
+                    bytes: to - from,
+                    handle: physical.handle_at(mapping.home),
+                    offset: from - at,
+                    handle_bytes: bytes,
+                });
+            }
+            at += bytes;
+        }
+        segments
     }
 
     /// Returns the view around an address.
