@@ -30,6 +30,7 @@ pub(crate) mod guard;
 pub(crate) mod heap;
 pub(crate) mod inspect;
 pub(crate) mod physical;
+pub(crate) mod plan;
 pub(crate) mod reclaim;
 pub(crate) mod recording;
 mod report;

@@ -95,7 +95,7 @@ impl Block {
             Some(id) => heap.extents.records[id].stream,
             None => self.place.home().lock().slot,
         };
-        heap.lost_its_name(stream)
+        heap.streams.is_unnamed(stream)
     }
 
     /// Records that another stream uses the block: after the drop it is reused only when everything submitted to that

@@ -2,6 +2,8 @@
 
 pub(crate) mod deferred;
 pub(crate) mod grant;
+pub(crate) mod lives;
+mod peaks;
 pub(crate) mod predictor;
 pub(crate) mod shared;
 pub(crate) mod stream_cache;

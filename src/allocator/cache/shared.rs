@@ -2,12 +2,59 @@
 
 use crate::allocator::cache::stream_cache::{Run, StreamCache, Using};
 use crate::allocator::cache::{HeldBack, StreamCaches};
-use crate::allocator::extent::record::{Recorded, add_recorded};
+use crate::allocator::extent::record::{Recorded, Records, add_recorded};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::stream::Streams;
-use crate::allocator::stream::slot::{AfterFree, Batch};
+use crate::allocator::stream::slot::{AfterFree, Batch, StreamKey};
 
 impl StreamCaches {
+    /// Returns the stream cache whose large-block cache holds a block.
+    pub(crate) fn large_cache_of(
+        &self,
+        records: &Records,
+        id: u32,
+    ) -> Option<&'static StreamCache> {
+        if !records[id].cached {
+            return None;
+        }
+        self.cached.get(&id).copied()
+    }
+
+    /// Frees a block in a large-block cache and keeps it there; with a generation, only if the block still has it.
+    /// Returns whether the block was live; `None` if the heap has to free it.
+    pub(crate) fn free_large(
+        &self,
+        records: &Records,
+        id: u32,
+        generation: Option<u32>,
+    ) -> Option<bool> {
+        let mut inner = self.large_cache_of(records, id)?.lock();
+        if !inner.is_fast() {
+            return None;
+        }
+        inner.put_large(id, generation)
+    }
+
+    /// Whether a block in a large-block cache is live and has this generation.
+    pub(crate) fn is_live_large(&self, records: &Records, id: u32, generation: u32) -> bool {
+        let cache = self.large_cache_of(records, id);
+        cache.is_some_and(|cache| {
+            let inner = cache.lock();
+            let block = inner.large_cache.find(id);
+            block.is_some_and(|block| block.is_live() && block.generation == generation)
+        })
+    }
+
+    /// Takes the due markers for blocks that left the large-block caches, in a call that names a stream. For other
+    /// streams it takes only markers of those that the allocator keeps alive: a stream may have been destroyed since
+    /// the free into the large-block cache, and its handle reused. The next marker of such a stream covers that free
+    /// too.
+    pub(crate) fn take_due(&mut self, streams: &Streams, named: u32) -> Vec<(u32, StreamKey)> {
+        let mut due = std::mem::take(&mut self.due);
+        due.retain(|(stream, _)| *stream == named || streams[*stream].holder.is_lasting());
+        due
+    }
+
     /// Records a use by another stream on the live small block around an address. False if there is none.
     pub(crate) fn record_use(&mut self, streams: &mut Streams, ptr: u64, new: Recorded) -> bool {
         match self.small_around(ptr) {

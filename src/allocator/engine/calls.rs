@@ -19,6 +19,8 @@ use crate::allocator::extent::want::{PAGE_GRANULES, Want};
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::inspect::holders::set_label;
+use crate::allocator::plan::alias::ready_in_view;
+use crate::allocator::plan::growth;
 use crate::allocator::request::Request;
 use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::stream::slot::StreamKey;
@@ -212,7 +214,7 @@ impl Engine {
         requested: u64,
     ) -> Result<(Guard<'a>, Call<'a>), Error> {
         let (mut heap, stream) = self.slot(heap, named)?;
-        heap.same_device(&self.device, stream)?;
+        heap.streams.check_device(&self.device, stream)?;
         heap.ensure_serving()?;
         let cache = heap.cache_of(stream);
         if let StreamKey::Id(key) = named.key {
@@ -321,10 +323,13 @@ impl Engine {
         near: &[u64],
     ) -> Result<(Guard<'a>, Option<Grant>), Error> {
         heap.uncache_provisional();
-        heap.empty_large_caches_of(want.stream);
+        for at in 0..heap.caches.of(want.stream).len() {
+            let cache = heap.caches.of(want.stream)[at];
+            heap.empty_large_cache(cache);
+        }
         let whole = want.in_one_handle();
         let take = |heap: &mut Heap| match whole {
-            true => heap.take_in_handle(want),
+            true => growth::take_in_handle(heap, want),
             false => heap.take_near(want, near),
         };
         let mut found = take(&mut heap);
@@ -338,7 +343,8 @@ impl Engine {
             found = heap.take_best(want);
         }
         if found.is_none()
-            && let Some(run) = heap.cached_view(want, (self.views_allowed(), self.total_memory))
+            && want.fits_views(self.views_allowed(), self.total_memory)
+            && let Some(run) = ready_in_view(&heap, want, &mut None)
         {
             (heap, found) = self.take_in_view(heap, want, run)?;
         }
@@ -356,7 +362,7 @@ impl Engine {
         mut heap: Guard<'a>,
         named: &Named<'_>,
     ) -> Result<(Guard<'a>, u32), Error> {
-        if let Some(stream) = heap.known_slot(named) {
+        if let Some(stream) = heap.known_slot(named.key, named.raw as usize, named.kept()) {
             return Ok((heap, stream));
         }
         drop(heap);
@@ -499,7 +505,7 @@ impl Engine {
         // Streams for which other caches hold blocks back are skipped: their own requests poll them.
         let users = heap.caches.held_back_for(cache);
         let wanted = |stream| users.contains(&stream);
-        let full = heap.full_batches(wanted);
+        let full = heap.streams.full_batches(wanted);
         if !full.is_empty() {
             (heap, _) = self.unlocked(heap, || self.cover_all(&full))?;
         }

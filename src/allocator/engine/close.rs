@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::allocator::inspect::figures::pending_bytes;
+use crate::allocator::plan::release;
 use crate::driver::{StreamKind, process};
 use crate::locks::lines::keep_lines;
 
@@ -32,14 +33,14 @@ impl Engine {
         let (_, allocated) = heap.live_totals();
         let all = &heap.stats.all;
         let idle = if keep.saturating_add(allocated) < all.reserved.current {
-            heap.idle_views(usize::MAX)
+            heap.views.idle_views(&heap.streams, usize::MAX)
         } else {
             Vec::new()
         };
         drop(heap);
         let evicted = self.evict(&idle);
         let mut heap = self.lock();
-        let (plan, pending) = heap.plan_trim(keep);
+        let (plan, pending) = release::plan_trim(&mut heap, keep);
         let streams = match pending {
             0 => Vec::new(),
             _ => pending_bytes(&heap),
@@ -184,7 +185,7 @@ impl Engine {
                 .sum::<u64>()
                 + suspending;
             heap.empty_large_caches();
-            let (blocks, bytes) = heap.shut(calls);
+            let (blocks, bytes) = (heap.caches).shut(&heap.stats, heap.graphs.live_totals(), calls);
             if blocks > 0 {
                 let orphaned = heap.orphaned;
                 drop(heap);
@@ -208,9 +209,10 @@ impl Engine {
         if heap.closed {
             let streams: Vec<u32> = heap.streams.iter().map(|(stream, _)| stream).collect();
             for stream in streams {
-                heap.drop_caches(stream);
+                let heap = &mut *heap;
+                heap.caches.drop_caches(&mut heap.stats, stream);
             }
-            heap.drop_graph_home();
+            heap.caches.drop_graph_home();
             let foreign = heap.streams.take_foreign();
             // Events are destroyed outside the lock.
             let events = std::mem::take(&mut heap.streams.events);
@@ -238,10 +240,13 @@ impl Engine {
         self.discard_suspended()?;
         self.finish_tests(true)?;
         self.close_pools()?;
-        let idle = self.lock().idle_views(usize::MAX);
+        let idle = {
+            let heap = self.lock();
+            heap.views.idle_views(&heap.streams, usize::MAX)
+        };
         self.evict(&idle)?;
         let retried = self.release_quarantined();
-        let (plan, _) = self.lock().plan_trim(0);
+        let (plan, _) = release::plan_trim(&mut self.lock(), 0);
         self.release(plan)?;
         retried?;
         self.return_spans()

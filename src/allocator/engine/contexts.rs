@@ -250,7 +250,15 @@ impl Engine {
         }
         let device = context.device().ordinal();
         if error.code() == CUresult::CUDA_ERROR_INVALID_HANDLE {
-            let news = self.lock().distrust(context.id(), error);
+            let news = {
+                let heap = &mut *self.lock();
+                let known = heap.streams.distrust_of(context.id()).is_some();
+                let streams = heap.streams.distrust(context.id(), error);
+                for stream in &streams {
+                    heap.caches.stop_asking(*stream);
+                }
+                !known && !streams.is_empty()
+            };
             if news {
                 lines::say(
                     Level::Warn,

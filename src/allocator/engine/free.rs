@@ -145,7 +145,9 @@ impl Engine {
             heap = self.open()?;
         }
         if !self.watchful()
-            && let Some(freed) = heap.free_into_cache(id, generation)
+            && let Some(freed) = heap
+                .caches
+                .free_large(&heap.extents.records, id, generation)
         {
             return match freed {
                 true => Ok(()),
@@ -232,7 +234,7 @@ impl Engine {
             _ if block.id & SMALL_ID != 0 => return false,
             _ => heap.extents.records[block.id].stream,
         };
-        heap.lost_its_name(stream)
+        heap.streams.is_unnamed(stream)
     }
 
     /// Frees a block by its id and generation.

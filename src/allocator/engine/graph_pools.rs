@@ -14,6 +14,7 @@ use crate::allocator::graph::plan::Plan;
 use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::heap::graph::Restoration;
 use crate::allocator::physical::Release;
+use crate::allocator::plan::release;
 use crate::clock::Clock;
 use crate::driver::DriverError;
 use crate::error::{Error, GraphPoolError};
@@ -177,7 +178,10 @@ impl Engine {
     ) -> Result<(), Error> {
         let _retried = self.find_idle()?;
         let dissolved = self.ask_pools().and_then(|()| self.dissolve_pools(true));
-        let idle = self.lock().idle_views(usize::MAX);
+        let idle = {
+            let heap = self.lock();
+            heap.views.idle_views(&heap.streams, usize::MAX)
+        };
         let evicted = self.evict(&idle);
         let free = match refusal.map(|error| self.driver_free(error)) {
             None => u64::MAX,
@@ -189,11 +193,13 @@ impl Engine {
             let mut heap = self.lock();
             let room = heap.room().min(free);
             let arenas = [SpaceId::Large, SpaceId::Small];
-            let claimed = heap.plan_release(&arenas, missing, room);
+            let claimed = release::plan(&mut heap, &arenas, missing, room);
             let bytes: u64 = claimed.iter().map(|release| release.bytes).sum();
             if bytes < missing.saturating_sub(room) {
                 // It would not suffice, and it is more useful where it is.
-                claimed.into_iter().for_each(|release| heap.keep(release));
+                claimed
+                    .into_iter()
+                    .for_each(|release| release::revert(&mut heap, release));
                 return Ok(());
             }
             claimed.into_iter()
@@ -202,7 +208,7 @@ impl Engine {
             .by_ref()
             .try_for_each(|release| self.move_handle(pool, release));
         let mut heap = self.lock();
-        claimed.for_each(|release| heap.keep(release));
+        claimed.for_each(|release| release::revert(&mut heap, release));
         drop(heap);
         dissolved.map(drop).and(evicted).and(moved)
     }
@@ -218,7 +224,7 @@ impl Engine {
         let (home, handle) = match home {
             Ok(home) => home,
             Err(error) => {
-                self.lock().keep(release);
+                release::revert(&mut self.lock(), release);
                 return Err(error);
             }
         };
@@ -227,10 +233,9 @@ impl Engine {
         let mut heap = self.lock();
         heap.planned_in_pool(pool, Plan::free(planned), made.as_deref());
         if left {
-            heap.gone(&release);
-            heap.unhold(release.bytes, release.space);
+            release::remove(&mut heap, &release);
         } else {
-            heap.keep(release);
+            release::revert(&mut heap, release);
         }
         drop(heap);
         made.map(drop)

@@ -9,9 +9,7 @@ use std::sync::atomic::Ordering;
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::cache::stream_cache::{Held, Inner, StreamCache, thread};
 use crate::allocator::engine::Engine;
-use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
-use crate::allocator::stream::slot::StreamKey;
 
 impl Engine {
     /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the stream,
@@ -66,18 +64,6 @@ impl Engine {
         let mut grant = Grant::large(cache, block.ptr, life, size);
         grant.set_cached(true);
         Some(grant)
-    }
-}
-
-impl Heap {
-    /// Takes the due markers for blocks that left the large-block caches, in a call that names a stream. For other
-    /// streams it takes only markers of those that the allocator keeps alive: a stream may have been destroyed since
-    /// the free into the large-block cache, and its handle reused. The next marker of such a stream covers that free
-    /// too.
-    pub(crate) fn take_due(&mut self, named: u32) -> Vec<(u32, StreamKey)> {
-        let mut due = std::mem::take(&mut self.caches.due);
-        due.retain(|(stream, _)| *stream == named || self.streams[*stream].holder.is_lasting());
-        due
     }
 }
 

@@ -203,14 +203,22 @@ impl Engine {
     /// Returns the slot of a known stream, or an error that says why it is unknown.
     pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
         let mut heap = self.open()?;
-        let known = heap.find_slot(named);
+        let known = {
+            let heap = &mut *heap;
+            heap.caches
+                .find_slot(&mut heap.streams, named.key, named.raw as usize)
+        };
         known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
     }
 
     /// Returns all slots of a known stream: more than one if other threads retired it while it stayed in use.
     fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
         let mut heap = self.open()?;
-        heap.find_slot(named);
+        {
+            let heap = &mut *heap;
+            heap.caches
+                .find_slot(&mut heap.streams, named.key, named.raw as usize)
+        };
         let slots = heap.streams.all_of(named.key);
         if slots.is_empty() {
             return Err(heap.streams.not_here(named.raw as usize));

@@ -32,21 +32,13 @@ pub(crate) struct Questions {
     due: Option<Poll>,
 }
 
-impl Heap {
-    /// Returns the full batches without a marker, of the wanted streams.
-    pub(crate) fn full_batches(&self, wanted: impl Fn(u32) -> bool) -> Vec<(u32, StreamKey)> {
-        let full = self.streams.full().iter().copied();
-        full.filter(|stream| wanted(*stream))
-            .map(|stream| (stream, self.streams[stream].key))
-            .collect()
-    }
-
+impl Questions {
     /// Returns the completion queries to make for a request of a stream, if there are any.
-    pub(crate) fn questions_for(&mut self, stream: u32) -> Option<Questions> {
-        let near = self.is_near();
-        let full = self.full_batches(|other| near || other != stream);
+    pub(crate) fn of(heap: &mut Heap, stream: u32) -> Option<Questions> {
+        let near = heap.is_near();
+        let full = heap.streams.full_batches(|other| near || other != stream);
         let due = match full.is_empty() {
-            true => Some(self.streams.due_markers(|_| true)?),
+            true => Some(heap.streams.due_markers(|_| true)?),
             false => None,
         };
         Some(Questions { near, full, due })
@@ -319,6 +311,7 @@ impl Engine {
             // Batches whose markers fell into a capture get new markers immediately where that is allowed.
             let full = self
                 .lock()
+                .streams
                 .full_batches(|other| questions.near || other != stream);
             self.cover_all(&full)?;
             self.poll()?;

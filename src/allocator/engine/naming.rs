@@ -1,11 +1,8 @@
 //! Identification of streams: handles and ids, default streams, and whether a stream is capturing.
 
-use std::sync::Arc;
-
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{Holder, Slot, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
 use crate::error::{Error, StreamMisuse};
@@ -117,7 +114,8 @@ impl Engine {
             });
         }
         let (mut heap, stream) = self.slot(self.open()?, named)?;
-        heap.keep_handle(stream);
+        let state = &mut *heap;
+        state.caches.keep_handle(&mut state.streams, stream);
         Ok(())
     }
 
@@ -279,54 +277,6 @@ impl Engine {
             current: current as usize,
             expected: self.context.raw() as usize,
         })
-    }
-}
-
-impl Heap {
-    /// Returns the slot that a call finds by a stream's name, also if the stream was registered by its handle alone
-    /// during a capture. Where streams may be destroyed without being retired, such a handle may belong to another
-    /// stream by now.
-    pub(crate) fn find_slot(&mut self, named: &Named<'_>) -> Option<u32> {
-        let by_handle = StreamKey::Handle(named.raw as usize);
-        let known = self.streams.find(named.key);
-        if known.is_some() || named.key == by_handle || self.streams.unretired {
-            return known;
-        }
-        let stream = self.streams.find(by_handle)?;
-        if !self.caches.of(stream).is_empty() {
-            return None;
-        }
-        self.streams.rename(stream, named.key);
-        Some(stream)
-    }
-
-    /// Returns the slot of a stream, if it is known.
-    pub(crate) fn known_slot(&mut self, named: &Named<'_>) -> Option<u32> {
-        let stream = self.find_slot(named)?;
-        self.streams.tell(stream);
-        if self.streams.woken {
-            self.streams_changed();
-        }
-        let slot = &mut self.streams[stream];
-        if slot.holder.is_callers()
-            && let Some(kept) = named.kept()
-        {
-            // Until now the slot was named by the stream's handle.
-            let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
-            slot.former = Some(former);
-            self.caches.set_handle(stream, self.lasting_handle(stream));
-        }
-        Some(stream)
-    }
-
-    /// Records the caller's promise that the handle of a stream stays valid until it is retired.
-    fn keep_handle(&mut self, stream: u32) {
-        let slot = &mut self.streams[stream];
-        if let Holder::Foreign(token) = &slot.holder {
-            slot.holder = Holder::Adopted(Arc::clone(token));
-            self.streams.list_full(stream);
-            self.caches.set_handle(stream, self.lasting_handle(stream));
-        }
     }
 }
 

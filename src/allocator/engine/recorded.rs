@@ -8,9 +8,9 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::inspect::recording::record_state;
 use crate::allocator::recording::unnumbered_handle;
 
+use crate::allocator::cache::lives::clear_waiting_taps;
 use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
-use crate::allocator::heap::streams::clear_waiting_taps;
 use crate::driver::process;
 use crate::environment;
 use crate::error::Error;

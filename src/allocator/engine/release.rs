@@ -1,5 +1,6 @@
 //! Releases to the driver: memory is claimed before the calls; afterwards it is removed from the heap, or set apart.
 
+use crate::allocator::plan::release;
 use crate::driver::{DriverError, Entered, process};
 
 use crate::allocator::engine::Engine;
@@ -20,7 +21,8 @@ impl Engine {
             Ok(entered) => entered,
             Err(error) => {
                 let mut heap = self.lock();
-                plan.into_iter().for_each(|release| heap.keep(release));
+                plan.into_iter()
+                    .for_each(|release| release::revert(&mut heap, release));
                 return Err(self.error(error));
             }
         };
@@ -32,7 +34,7 @@ impl Engine {
                 None => self.release_segment(&entered, release),
                 Some(handle) => {
                     let done = give_back(&entered, (&release, handle), false);
-                    self.lock().given_back(&release, done)
+                    release::commit(&mut self.lock(), &release, done)
                 }
             };
             match done {
@@ -45,7 +47,7 @@ impl Engine {
             }
         }
         for release in plan {
-            self.lock().keep(release);
+            release::revert(&mut self.lock(), release);
         }
         match first {
             Some(error) => Err(self.error(error)),
@@ -63,15 +65,14 @@ impl Engine {
         let bytes = release.bytes;
         {
             let mut heap = self.lock();
-            heap.gone(&release);
-            heap.unhold(bytes, release.space);
+            release::remove(&mut heap, &release);
             heap.physical.planned += bytes;
         }
         let freed = free(entered, &release);
         let mut heap = self.lock();
         heap.physical.planned -= bytes;
         if let Err(error) = freed {
-            heap.readmit(release);
+            release::readmit(&mut heap, release);
             return (0, Some(error));
         }
         (bytes, None)
@@ -79,7 +80,7 @@ impl Engine {
 
     /// Releases handles that could not be unmapped before.
     pub(crate) fn release_quarantined(&self) -> Result<u64, Error> {
-        let quarantined = self.lock().claim_quarantined();
+        let quarantined = release::claim_quarantined(&mut self.lock());
         if quarantined.is_empty() {
             return Ok(0);
         }
@@ -93,7 +94,7 @@ impl Engine {
                 // Segments are never mapped.
                 (Ok(_), None) => continue,
             };
-            let (bytes, failed) = self.lock().given_back(&release, done);
+            let (bytes, failed) = release::commit(&mut self.lock(), &release, done);
             released += bytes;
             first = first.or(failed);
         }
@@ -109,19 +110,26 @@ impl Engine {
     pub(crate) fn evict(&self, bases: &[u64]) -> Result<(), Error> {
         let mut first = None;
         for base in bases {
-            let Some(view) = self.lock().take_view(*base) else {
+            let taken = {
+                let heap = &mut *self.lock();
+                match heap.suspended.closed {
+                    true => None,
+                    false => (heap.views).take(&mut heap.extents.records, &heap.streams, *base),
+                }
+            };
+            let Some(view) = taken else {
                 continue;
             };
             let bytes = u64::from(view.granules) * GRANULE;
             let unmapped = view::unmap(&self.context, *base, &view.mappings, view.dead);
-            let mut heap = self.lock();
+            let heap = &mut *self.lock();
             match unmapped {
                 Ok(()) => {
                     heap.extents.lookup.forget(*base, bytes);
-                    heap.view_gone(&view);
+                    (heap.views).count_unmapped(&mut heap.extents, &mut heap.physical, &view);
                 }
                 Err(error) => {
-                    heap.view_stays(*base, view);
+                    (heap.views).put_dead(&mut heap.extents.records, *base, view);
                     first = first.or(Some(error));
                 }
             }
@@ -182,15 +190,18 @@ impl Engine {
         let spare = all.reserved.current.saturating_sub(allocated);
         // Memory that no block has used since the last check.
         let held = heap.stats.large.reserved.current;
-        let idle = held.saturating_sub(heap.turn_recent_peak());
+        let idle = held.saturating_sub({
+            let now = heap.stats.large.allocated.current;
+            std::mem::replace(&mut heap.recent_peak, now).max(now)
+        });
         let idle = idle.min(spare.saturating_sub(keep));
         if idle == 0 {
             return Ok(0);
         }
-        let unused = heap.idle_views_since(views);
+        let unused = heap.views.idle_since(&heap.streams, views);
         drop(heap);
         self.evict(&unused)?;
-        let plan = self.lock().plan_decay(idle);
+        let plan = release::plan_decay(&mut self.lock(), idle);
         self.release(plan)
     }
 }

@@ -4,6 +4,7 @@
 //! memory was mapped at another address before: it reads through one mapping, writes through the other, and then reads
 //! again through the first, in stream order.
 
+use crate::allocator::plan::{release, stitch};
 use crate::error::Error;
 use std::sync::atomic::Ordering;
 
@@ -160,7 +161,7 @@ impl Engine {
             views: true,
         };
         self.reserve_for_test()?;
-        let Some(stitch) = self.lock().plan_test(&want) else {
+        let Some(stitch) = stitch::plan_test(&mut self.lock(), &want) else {
             return Ok(None);
         };
         let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.site.at];
@@ -168,7 +169,7 @@ impl Engine {
             Ok(handles) => {
                 let block = {
                     let mut heap = self.lock();
-                    heap.stitched(&want, stitch, &handles)
+                    stitch::commit(&mut heap, &want, stitch, &handles)
                 };
                 let result = self.try_both_sides(sides, with_kernels);
                 match result {
@@ -187,7 +188,7 @@ impl Engine {
             }
             Err(failed) => {
                 let mut heap = self.lock();
-                let error = heap.not_mapped(&want, stitch, failed);
+                let error = stitch::revert_failed(&mut heap, &want, stitch, failed);
                 drop(heap);
                 if error.is_out_of_memory() {
                     return Ok(None);
@@ -287,14 +288,14 @@ impl Engine {
 
     /// Unmaps and releases the memory of a test whose work is complete.
     fn end_test(&self, block: u32, sides: [u64; 2]) -> Result<u64, Error> {
-        let release = self.lock().test_over(block, sides[0]);
+        let release = stitch::end_test(&mut self.lock(), block, sides[0]);
         let evicted = self.evict(&[sides[1]]);
         let Some(release) = release else {
             return evicted.map(|()| 0);
         };
         if let Err(error) = evicted {
             // It is still mapped in the view: free memory, with an idle view over it.
-            self.lock().keep(release);
+            release::revert(&mut self.lock(), release);
             return Err(error);
         }
         self.release(vec![release])

@@ -215,7 +215,10 @@ impl Engine {
         self.stop_debugging();
         // Idle views would only have to be mapped again, or prevent the release of handles.
         let idle = match selected {
-            Selected::Allocator => self.lock().idle_views(usize::MAX),
+            Selected::Allocator => {
+                let heap = self.lock();
+                heap.views.idle_views(&heap.streams, usize::MAX)
+            }
             Selected::Pool(_) | Selected::Tag(_) => Vec::new(),
         };
         self.evict(&idle)?;

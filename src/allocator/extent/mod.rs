@@ -52,6 +52,8 @@ pub(crate) struct Extents {
     pub small: Space,
     /// Packed: the address space of views.
     pub views: Space,
+    /// Scratch memory for completing pieces.
+    pub pieces: Vec<Entry>,
 }
 
 impl Default for Extents {
@@ -62,6 +64,7 @@ impl Default for Extents {
             large: Space::new(SpaceId::Large, true),
             small: Space::new(SpaceId::Small, true),
             views: Space::new(SpaceId::Views, true),
+            pieces: Vec::new(),
         }
     }
 }

@@ -2,8 +2,10 @@
 //!
 //! All code here runs under the lock of the heap and takes the locks of stream caches inside it.
 
-use crate::allocator::cache::HeldBack;
-use crate::allocator::cache::stream_cache::{Node, Returned, StreamCache, Using};
+use crate::allocator::cache::stream_cache::{
+    Allocated, Node, Owner, Returned, Small, StreamCache, Using,
+};
+use crate::allocator::cache::{HeldBack, Locked};
 use crate::allocator::extent::record::{SpaceId, State as Extent};
 use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::heap::Heap;
@@ -59,7 +61,13 @@ impl Heap {
                     .release(SpaceId::Small, id, stream, Uses::One(u));
                 let strange = !self.extents.small.merge_own || self.streams.rests(stream);
                 if strange && self.streams.complete(&u) {
-                    self.complete_class(SpaceId::Small, stream);
+                    self.streams.complete_pieces(
+                        &mut self.extents,
+                        &mut self.stats,
+                        SpaceId::Small,
+                        stream,
+                        usize::MAX,
+                    );
                 }
             }
             self.streams.count_free(&u, PAGE, after);
@@ -218,5 +226,89 @@ impl Heap {
             }
         }
         any
+    }
+
+    // ---- peaks --------------------------------------------------------------------------------
+
+    /// Takes a small request that may raise a peak. With `owner`, succeeds only if the stream cache still serves that
+    /// owner without the heap.
+    pub(crate) fn take_at_peak(
+        &mut self,
+        cache: &'static StreamCache,
+        request: Small,
+        owner: Option<Owner>,
+    ) -> Allocated {
+        let mut locked = self.caches.lock_caches();
+        let at = self.caches.all.iter().position(|f| std::ptr::eq(*f, cache));
+        let outcome = match at.and_then(|at| locked.get_mut(at)) {
+            Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
+                inner.take_beyond(request)
+            }
+            _ => return Allocated::Stranger,
+        };
+        self.raise_peaks(locked);
+        outcome
+    }
+
+    /// Raises the peaks to the current values, with all stream caches locked.
+    pub(crate) fn raise_peaks(&mut self, locked: Vec<Locked<'_>>) {
+        for block in self.caches.raise_peaks(&mut self.stats, locked) {
+            self.out_of_cache(block);
+        }
+    }
+
+    /// Returns the number and bytes of live blocks, small ones included.
+    pub(crate) fn live_totals(&mut self) -> (u64, u64) {
+        let small = self.caches.small_totals();
+        let held = self.caches.idle_in_large_caches();
+        let all = &self.stats.all;
+        (
+            all.allocations.current + small[2] - held.blocks,
+            all.allocated.current + small[0] - held.bytes,
+        )
+    }
+
+    /// Sets the peaks to the current values.
+    pub(crate) fn reset_peaks(&mut self) {
+        self.empty_large_caches();
+        let mut locked = self.caches.lock_caches();
+        self.stats.reset_peaks();
+        self.mixed_peak = self.stats.all.active.current - self.stats.all.allocated.current;
+        self.caches.pending_peak = 0;
+        for inner in &mut locked {
+            inner.pending_peak = inner.pending_bytes();
+            inner.runs.accounts.requested.reset_peak();
+            inner.runs.accounts.blocks.reset_peak();
+        }
+        let all = &self.stats.all;
+        self.caches.high = [all.requested.current, all.allocations.current];
+        self.raise_peaks(locked);
+    }
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use crate::allocator::engine::large_cache::tests::contended;
+
+    /// Some threads free blocks into large-block caches and allocate them again while another thread raises the peaks.
+    #[test]
+    fn s1_19_a_cached_block_is_not_above_the_peak() {
+        contended(|allocator, [a, _]| {
+            const BYTES: usize = 3 << 20;
+            drop(allocator.allocate(BYTES, a).unwrap());
+            {
+                let mut heap = allocator.engine().lock();
+                assert_eq!(heap.caches.idle_in_large_caches().blocks, 1);
+                heap.stats.all.allocated.peak = 0;
+                let locked = heap.caches.lock_caches();
+                heap.raise_peaks(locked);
+                assert_eq!(heap.stats.all.allocated.peak, 0);
+            }
+            allocator.check().unwrap();
+            let block = allocator.allocate(BYTES, a).unwrap();
+            let all = allocator.stats().all.allocated;
+            assert_eq!((all.current, all.peak), (BYTES as u64, BYTES as u64));
+            drop(block);
+        });
     }
 }

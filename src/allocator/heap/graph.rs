@@ -202,7 +202,7 @@ impl Heap {
         match self.caches.graph_home {
             Some(home) => home,
             None => {
-                let home = self.idle_cache();
+                let home = self.caches.idle_cache();
                 self.caches.graph_home = Some(home);
                 home
             }

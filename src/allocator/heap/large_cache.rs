@@ -6,21 +6,6 @@ use crate::allocator::cache::stream_cache::{CachedBlock, StreamCache};
 use crate::allocator::heap::Heap;
 
 impl Heap {
-    /// Puts a block that the heap has allocated into the large-block cache of its stream cache, if it is likely to be
-    /// reused. A block of a request with constraints is not cached, because another request would get a different
-    /// place. Returns whether the block is cached.
-    #[inline]
-    pub(crate) fn cache_handed_out(
-        &mut self,
-        id: u32,
-        cache: &'static StreamCache,
-        plain: bool,
-    ) -> bool {
-        let granules = self.extents.records[id].granules;
-        let again = self.caches.predictor.allocated(id, granules);
-        plain && (again || self.caches.contention > 0) && self.put_in_cache(id, cache)
-    }
-
     #[inline(never)]
     pub(crate) fn put_in_cache(&mut self, id: u32, cache: &'static StreamCache) -> bool {
         let (hot, cold) = (self.extents.records[id], self.extents.records.cold(id));
@@ -87,41 +72,13 @@ impl Heap {
 
     /// Removes a block from its large-block cache, if it is in one, and frees it if it is not live.
     pub(crate) fn uncache(&mut self, id: u32) {
-        let Some(cache) = self.large_cache_of(id) else {
+        let Some(cache) = self.caches.large_cache_of(&self.extents.records, id) else {
             return;
         };
         let block = cache.lock().large_cache.remove(id);
         if let Some(block) = block {
             self.out_of_cache(block);
         }
-    }
-
-    /// Returns the stream cache whose large-block cache holds a block.
-    pub(crate) fn large_cache_of(&self, id: u32) -> Option<&'static StreamCache> {
-        if !self.extents.records[id].cached {
-            return None;
-        }
-        self.caches.cached.get(&id).copied()
-    }
-
-    /// Frees a block in a large-block cache and keeps it there; with a generation, only if the block still has it.
-    /// Returns whether the block was live; `None` if the heap has to free it.
-    pub(crate) fn free_into_cache(&self, id: u32, generation: Option<u32>) -> Option<bool> {
-        let mut inner = self.large_cache_of(id)?.lock();
-        if !inner.is_fast() {
-            return None;
-        }
-        inner.put_large(id, generation)
-    }
-
-    /// Whether a block in a large-block cache is live and has this generation.
-    pub(crate) fn is_live_in_cache(&self, id: u32, generation: u32) -> bool {
-        let cache = self.large_cache_of(id);
-        cache.is_some_and(|cache| {
-            let inner = cache.lock();
-            let block = inner.large_cache.find(id);
-            block.is_some_and(|block| block.is_live() && block.generation == generation)
-        })
     }
 
     /// Returns the live large block around an address, and removes it from its large-block cache.
@@ -132,13 +89,6 @@ impl Heap {
         }
         self.uncache(id);
         (self.extents.lookup.exact(self.extents.records[id].addr) == Some(id)).then_some(id)
-    }
-
-    /// Frees the free blocks in the large-block caches of one stream.
-    pub(crate) fn empty_large_caches_of(&mut self, stream: u32) {
-        for at in 0..self.caches.of(stream).len() {
-            self.empty_large_cache(self.caches.of(stream)[at]);
-        }
     }
 
     /// Prepares for a large request that its large-block cache could not serve: the free blocks there return to the

@@ -1,22 +1,17 @@
 //! Streams in the heap: registration and retirement, their caches, and the memory that they share.
 
-use crate::driver::{Context, Device};
+use crate::driver::{Context, Stream};
 
-use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache, StreamCachePool};
-use crate::allocator::extent::record::{COMPLETE, SpaceId};
+use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache};
+use crate::allocator::extent::record::{MIXED, SpaceId};
 use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::MANY_STREAMS;
-use crate::allocator::stream::slot::{AfterFree, Holder, LEGACY, StreamKey};
-use crate::error::Error;
+use crate::allocator::stream::slot::{AfterFree, Holder, StreamKey};
 use crate::locks::thread_id::ThreadId;
 
-static POOL: StreamCachePool = StreamCachePool::new();
-
-/// Drops the rings that stream caches without a stream have kept from a recording.
-pub(crate) fn clear_waiting_taps() {
-    POOL.clear_taps();
-}
+/// Maximum number of pieces that a call completes while it has memory for its request.
+const PIECES_PER_CALL: usize = 64;
 
 impl Heap {
     /// Registers a stream that a call names, unless it is known.
@@ -36,80 +31,41 @@ impl Heap {
         stream
     }
 
-    /// Whether the stream of a block was retired, or is about to be. Blocks of graph pools have no stream here.
-    pub(crate) fn lost_its_name(&self, stream: u32) -> bool {
-        stream != COMPLETE && !self.streams[stream].named
-    }
-
-    /// Checks that a stream belongs to the allocator's device.
-    pub(crate) fn same_device(&self, device: &Device, stream: u32) -> Result<(), Error> {
-        let other = self.streams[stream].context.device();
-        if other.ordinal() == device.ordinal() {
-            return Ok(());
+    /// Returns the slot of a stream, if it is known.
+    pub(crate) fn known_slot(
+        &mut self,
+        key: StreamKey,
+        raw: usize,
+        kept: Option<&Stream>,
+    ) -> Option<u32> {
+        let stream = self.caches.find_slot(&mut self.streams, key, raw)?;
+        self.streams.tell(stream);
+        if self.streams.woken {
+            self.streams_changed();
         }
-        Err(Error::WrongDevice {
-            expected: device.ordinal(),
-            found: other.ordinal(),
-        })
+        let slot = &mut self.streams[stream];
+        if slot.holder.is_callers()
+            && let Some(kept) = kept
+        {
+            // Until now the slot was named by the stream's handle.
+            let former = std::mem::replace(&mut slot.holder, Holder::Kept(kept.clone()));
+            slot.former = Some(former);
+            let handle = self.caches.lasting_handle(&self.streams[stream]);
+            self.caches.set_handle(stream, handle);
+        }
+        Some(stream)
     }
 
     /// Returns the cache of a stream that the calling thread should use, and creates the first one.
     pub(crate) fn cache_of(&mut self, stream: u32) -> &'static StreamCache {
         let known = self.caches.of(stream);
         match known.len() {
-            0 => self.add_cache(stream),
+            0 => {
+                let open = self.ensure_serving().is_ok();
+                self.caches.add_cache(&self.streams, stream, open)
+            }
             count => known[ThreadId::current().number() as usize % count],
         }
-    }
-
-    /// Returns a cache that keeps the allocator alive and serves no stream.
-    pub(crate) fn idle_cache(&self) -> &'static StreamCache {
-        let cache = POOL.take();
-        let mut inner = cache.lock();
-        inner.owner = self.caches.owner.upgrade();
-        if let Some(owner) = &inner.owner {
-            cache.set_owner(owner);
-        }
-        inner.set_fast(false);
-        drop(inner);
-        cache
-    }
-
-    /// Returns the handle of a stream if it identifies that stream until it is retired; otherwise 0.
-    pub(crate) fn lasting_handle(&self, stream: u32) -> usize {
-        let slot = &self.streams[stream];
-        match (slot.key, self.caches.legacy) {
-            (StreamKey::Id(key), Some(legacy)) if key == legacy && slot.holder.is_lasting() => {
-                LEGACY
-            }
-            _ => slot.lasting_handle(),
-        }
-    }
-
-    fn add_cache(&mut self, stream: u32) -> &'static StreamCache {
-        let cache = POOL.take();
-        cache.set_handle(self.lasting_handle(stream));
-        {
-            let slot = &self.streams[stream];
-            let mut inner = cache.lock();
-            inner.owner = self.caches.owner.upgrade();
-            if let Some(owner) = &inner.owner {
-                cache.set_owner(owner);
-            }
-            inner.allocator = self.caches.id;
-            inner.key = slot.key.number();
-            inner.slot = stream;
-            inner
-                .tap
-                .set_whose((stream, slot.raw as u64), self.caches.id);
-            inner.raw = slot.handle_to_ask();
-            inner.runs.set_ticket(slot.open);
-            inner.set_fast(
-                self.ensure_serving().is_ok() && slot.named && matches!(slot.key, StreamKey::Id(_)),
-            );
-        }
-        self.caches.add(stream, cache);
-        cache
     }
 
     /// Doubles the number of a stream's caches after repeated contention.
@@ -118,10 +74,11 @@ impl Heap {
         if !slot.in_use || slot.key != key || !self.rules.caches() {
             return;
         }
+        let open = self.ensure_serving().is_ok();
         let most = self.caches.threads.min(MOST_CACHES);
         let count = self.caches.of(stream).len();
         for _ in count..(2 * count).min(most) {
-            self.add_cache(stream);
+            self.caches.add_cache(&self.streams, stream, open);
         }
     }
 
@@ -144,19 +101,53 @@ impl Heap {
         }
     }
 
-    /// Returns the cache of graph pools; none of their blocks is live.
-    pub(crate) fn drop_graph_home(&mut self) {
-        if let Some(cache) = self.caches.graph_home.take() {
-            POOL.give_back(cache);
+    // ---- completion ------------------------------------------------------------------------------
+
+    /// Removes all completed uses from all pieces.
+    pub(crate) fn complete_uses(&mut self) {
+        self.streams.take_advanced();
+        let all: Vec<u32> = self.streams.slots().collect();
+        self.complete_streams(&all, usize::MAX);
+        for stream in all {
+            self.recycle(stream);
         }
     }
 
-    /// Returns the stream caches of a stream; no block in them is live or held back.
-    pub(crate) fn drop_caches(&mut self, stream: u32) {
-        self.fold_peaks();
-        for cache in self.caches.remove(stream) {
-            POOL.give_back(cache);
+    /// Removes completed uses from some pieces of the streams that have advanced since all of their pieces were last
+    /// processed. A larger number would delay the call that observes the completion; a request that finds no memory
+    /// processes the rest, see [`Streams::have_advanced`](crate::allocator::stream::Streams).
+    pub(crate) fn complete_advanced(&mut self) {
+        let advanced = self.streams.take_advanced();
+        let all = self.complete_streams(&advanced, PIECES_PER_CALL);
+        self.streams.put_advanced(advanced, !all);
+        for stream in self.streams.next_slots() {
+            self.recycle(stream);
         }
+    }
+
+    /// Completes at most `most` pieces that are pending on several streams or on one of `classes`. Returns whether all
+    /// of them were processed.
+    fn complete_streams(&mut self, classes: &[u32], most: usize) -> bool {
+        let mut left = most;
+        for id in [SpaceId::Large, SpaceId::Small] {
+            left -=
+                self.streams
+                    .complete_pieces(&mut self.extents, &mut self.stats, id, MIXED, left);
+            if self.extents.space(id).is_none_or(|space| space.merge_own) {
+                continue;
+            }
+            for class in classes {
+                left -= self.streams.complete_pieces(
+                    &mut self.extents,
+                    &mut self.stats,
+                    id,
+                    *class,
+                    left,
+                );
+            }
+        }
+        self.return_held_back();
+        left > 0
     }
 
     // ---- memory shared between streams -----------------------------------------------------------
@@ -192,7 +183,13 @@ impl Heap {
                     .flat_map(Space::pending_streams)
                     .collect();
                 for class in classes {
-                    self.complete_class(space, class);
+                    self.streams.complete_pieces(
+                        &mut self.extents,
+                        &mut self.stats,
+                        space,
+                        class,
+                        usize::MAX,
+                    );
                 }
             }
         }
@@ -219,6 +216,9 @@ impl Heap {
 
     /// Frees the slot of a stream that nothing refers to.
     pub(crate) fn recycle(&mut self, stream: u32) {
+        if !self.streams[stream].in_use {
+            return;
+        }
         let many = self.streams.len() > MANY_STREAMS;
         let forgettable = matches!(self.streams[stream].holder, Holder::Foreign(_)) && many;
         if forgettable && self.caches.pages_of(stream) > 0 {
@@ -228,7 +228,7 @@ impl Heap {
         }
         let slot = &self.streams[stream];
         let quiet = slot.live == 0 && slot.calls == 0 && slot.open_uses == 0;
-        let idle = slot.in_use && quiet && slot.leaving == 0 && slot.completed + 1 >= slot.open;
+        let idle = quiet && slot.leaving == 0 && slot.completed + 1 >= slot.open;
         let forget = match slot.holder {
             Holder::Retired => true,
             // A stream of the caller that appears again is registered again.
@@ -254,10 +254,133 @@ impl Heap {
             return;
         }
         self.streams[stream].holder = Holder::Retired;
-        self.drop_caches(stream);
+        self.caches.drop_caches(&mut self.stats, stream);
         self.extents.release_class(stream);
         if self.streams.recycle(stream) {
             self.streams_changed();
         }
+    }
+
+    /// Ends the streams of a destroyed context. They get no more work and cannot be queried; their work is complete
+    /// once the allocator's own context has been waited for. The caller drops the result without the lock, because it
+    /// may hold the last reference to a stream, whose destruction is a driver call.
+    #[must_use]
+    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
+        let mut held = Vec::new();
+        let gone = self.streams.iter();
+        let gone: Vec<u32> = gone
+            .filter(|(_, slot)| slot.context.id() == key)
+            .map(|(stream, _)| stream)
+            .collect();
+        let mut events = self.streams.events.remove(&key).unwrap_or_default();
+        for stream in gone {
+            self.streams.tell(stream);
+            self.streams.forget_key(stream);
+            self.caches.set_fast(stream, false);
+            self.caches.stop_asking(stream);
+            for cache in self.caches.all().to_vec() {
+                self.caches.close_batches(
+                    &mut self.streams,
+                    cache,
+                    Some(stream),
+                    &mut AfterFree::default(),
+                );
+            }
+            self.flush_caches_of(stream);
+            // All work so far is under tickets below the open one.
+            drop(self.caches.close_batch(&mut self.streams, stream));
+            let slot = &mut self.streams[stream];
+            let context = std::mem::replace(&mut slot.context, own.clone());
+            held.push((
+                context,
+                std::mem::replace(&mut slot.holder, Holder::Retired),
+            ));
+            slot.former = None;
+            slot.distrusted = None;
+            let markers = self.streams.take_markers_of(stream, key);
+            events.extend(markers);
+        }
+        // Their handles were destroyed with the context, and may belong to other events by now.
+        events.into_iter().for_each(std::mem::forget);
+        held
+    }
+}
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::PIECES_PER_CALL;
+    use crate::allocator::Config;
+    use crate::allocator::extent::record::COMPLETE;
+    use crate::allocator::tests::{Outcome, Rig};
+
+    /// R23: a wait or query in progress relies on the event as it was recorded then.
+    #[test]
+    fn an_event_that_somebody_holds_is_not_recorded_again() -> Outcome {
+        let rig = Rig::new(Config::new())?;
+        let [a, b] = rig.streams()?;
+        let engine = rig.allocator.engine();
+        drop(rig.allocator.allocate(512, &b)?);
+        drop(rig.allocator.allocate(12 << 20, &a)?);
+        let _block = rig.allocator.allocate(12 << 20, &b)?;
+        let key = rig.context.id();
+        let held: Arc<_> = {
+            let heap = engine.lock();
+            let pool = heap.streams.events.get(&key).ok_or("no pool")?;
+            Arc::clone(pool.first().ok_or("no event")?)
+        };
+        let mut others = Vec::new();
+        while let Some(event) = engine.lock().streams.pooled_event(key) {
+            assert!(!Arc::ptr_eq(&held, &event));
+            others.push(event);
+        }
+        drop(held);
+        assert!(engine.lock().streams.pooled_event(key).is_some());
+        Ok(())
+    }
+
+    /// A request that finds memory completes few pieces; one that does not completes all before growth.
+    #[test]
+    fn completion_is_divided_among_calls() -> Outcome {
+        const BLOCKS: usize = 1000;
+        const BYTES: usize = 128 << 10;
+        let rig = Rig::new(Config::new().limit(Some((2 * BLOCKS * BYTES) as u64)))?;
+        let [a, b] = rig.streams()?;
+        drop(rig.allocator.allocate(BYTES, &b)?);
+        let mut blocks: Vec<_> = (0..2 * BLOCKS - 100)
+            .map(|_| rig.allocator.allocate(BYTES, &a))
+            .collect::<Result<_, _>>()?;
+        // Every second block, so that no two pieces are adjacent.
+        let mut at = 0;
+        blocks.retain(|_| {
+            at += 1;
+            at % 2 == 0
+        });
+        rig.sim.complete_all();
+        let pending = || {
+            let heap = rig.allocator.engine().lock();
+            let large = heap.extents.large.pieces();
+            large
+                .filter(|piece| heap.extents.records[piece.id].stream != COMPLETE)
+                .count()
+        };
+        let before = pending();
+        let block = rig.allocator.allocate(BYTES, &b)?;
+        // The piece that the request takes is no longer pending either.
+        let completed = before - pending();
+        assert!(
+            (1..=PIECES_PER_CALL + 1).contains(&completed),
+            "{completed}"
+        );
+        let held = rig.allocator.stats().all.reserved.current;
+        drop(blocks);
+        rig.sim.complete_all();
+        let all = (held - 2 * BYTES as u64) / (2 << 20) * (2 << 20);
+        drop(block);
+        rig.sim.complete_all();
+        drop(rig.allocator.allocate(all as usize, &b)?);
+        assert_eq!(rig.allocator.stats().all.reserved.current, held);
+        rig.end()
     }
 }

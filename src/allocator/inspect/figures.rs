@@ -104,7 +104,7 @@ pub(crate) fn statistics(heap: &Heap) -> Stats {
     stats.limit = heap.physical.limit;
     stats.headroom = heap.physical.headroom;
     stats.graph_pools = heap.graphs.held;
-    heap.add_caches(&mut stats);
+    heap.caches.add_to(&mut stats, heap.mixed_peak);
     stats.packing = packing(heap);
     stats
 }

@@ -99,7 +99,7 @@ fn add_large(heap: &Heap, sums: &mut Sums) {
         if hot.state != Extent::Used || !has_blocks(hot.space) {
             continue;
         }
-        let names = match heap.large_cache_of(id) {
+        let names = match heap.caches.large_cache_of(&heap.extents.records, id) {
             None => heap.extents.records.cold(id).origin.names(hot.generation),
             Some(cache) => match cache.lock().large_cache.find(id) {
                 Some(block) if block.is_live() => block.origin.names(block.generation),
@@ -131,7 +131,7 @@ pub(crate) fn set_label(heap: &mut Heap, id: u32, label: u16) {
     } = heap.extents.records[id];
     if let Some(live) = heap.graphs.live_mut(addr) {
         live.names.label = label;
-    } else if let Some(cache) = heap.large_cache_of(id) {
+    } else if let Some(cache) = heap.caches.large_cache_of(&heap.extents.records, id) {
         if let Some(names) = cache.lock().large_cache.names_mut(id) {
             names.label = label;
         }

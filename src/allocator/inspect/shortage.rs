@@ -9,9 +9,10 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::graph::arena::Arena;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::graph::PoolRequest;
-use crate::allocator::heap::release::joined;
 use crate::allocator::inspect::figures::pending_bytes;
 use crate::allocator::inspect::holders::holders;
+use crate::allocator::plan::release::{ARENAS, joined};
+use crate::allocator::plan::{growth, release};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::suspend::{Suspension, Target};
 use crate::error::{Hole, OutOfMemory, PinnedSegment, Shortage};
@@ -104,8 +105,8 @@ fn whole_bytes(heap: &Heap, guarded: bool, over: impl Fn(u32) -> bool) -> u64 {
     let mapped: HashSet<u64> = in_use
         .flat_map(|view| view.mappings.iter().map(|mapping| mapping.home))
         .collect();
-    let runs = runs(heap, &[SpaceId::Large, SpaceId::Small], guarded, over);
-    let whole = heap.whole_handles(runs);
+    let runs = runs(heap, &ARENAS, guarded, over);
+    let whole = release::whole_handles(heap, runs);
     let whole = whole.filter(|(home, _)| !mapped.contains(home));
     whole.map(|(_, holding)| holding.bytes).sum()
 }
@@ -145,10 +146,9 @@ fn shortage(heap: &Heap, want: &Want) -> Shortage {
         None if want.in_one_handle() => want.handle_bytes(),
         None => span.next_multiple_of(PHYSICAL_GRANULE),
     };
-    let spaces = [SpaceId::Large, SpaceId::Small].into_iter();
-    let idle = spaces.flat_map(|space| heap.releasable(space, |id| heap.over(id)));
-    let idle: u64 = idle.map(|(_, bytes)| bytes).sum();
-    let at_home = heap.missing(want).unwrap_or(growth);
+    let idle = release::releasable(heap, &ARENAS, false).into_iter();
+    let idle: u64 = idle.map(|(_, _, bytes)| bytes).sum();
+    let at_home = growth::missing(heap, want).unwrap_or(growth);
     let space = heap.extents.space(want.space);
     let pieces = space.into_iter().flat_map(|space| space.pieces());
     let finder = heap.finder(want.space, want.stream);
@@ -158,7 +158,9 @@ fn shortage(heap: &Heap, want: &Want) -> Shortage {
     // Pending memory may be released for the whole request, or for what the ready memory at home lacks.
     let waiting = whole_bytes(heap, false, |_| true).saturating_sub(idle);
     let for_all = waiting.saturating_sub(growth.saturating_sub(idle) - needed);
-    let for_rest = whole_bytes(heap, false, |id| heap.over(id) || !is_ready(id));
+    let for_rest = whole_bytes(heap, false, |id| {
+        release::is_complete(heap, id) || !is_ready(id)
+    });
     let fits = has_run(heap, want, false);
     Shortage {
         growth,

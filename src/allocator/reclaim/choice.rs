@@ -10,14 +10,14 @@ use crate::allocator::config::Waits;
 use crate::allocator::engine::hooks::{Hooks, ReliefHook};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
-use crate::allocator::heap::growth::{Bound, Growth};
-use crate::allocator::heap::stitch::STITCH_MIN;
-use crate::allocator::heap::{Heap, Part};
+use crate::allocator::heap::Heap;
+use crate::allocator::heap::take::Part;
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::physical::{Fresh, Release};
-use crate::allocator::reclaim::fit::{
-    best_run, part_behind_waits, ready_in_view, run_behind_waits,
-};
+use crate::allocator::plan::alias::ready_in_view;
+use crate::allocator::plan::growth::{Bound, Growth};
+use crate::allocator::plan::stitch::STITCH_MIN;
+use crate::allocator::plan::{alias, growth, release, stitch};
 use crate::allocator::report::Regime;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::Run;
@@ -179,7 +179,7 @@ impl<'a> Reclaim<'a> {
 
     /// Returns the driver error that an out-of-memory error names.
     pub(crate) fn cause(&self, heap: &Heap, want: &Want) -> Option<DriverError> {
-        if self.cramped.is_some() && heap.missing(want).is_none() {
+        if self.cramped.is_some() && growth::missing(heap, want).is_none() {
             return self.cramped;
         }
         self.refusal.or(self.failure)
@@ -212,7 +212,7 @@ impl<'a> Reclaim<'a> {
 
     pub(crate) fn next(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if !want.in_one_handle()
-            && let Some(run) = best_run(heap, want)
+            && let Some(run) = heap.best_run(want)
         {
             return Step::Take(run);
         }
@@ -235,7 +235,7 @@ impl<'a> Reclaim<'a> {
         if want.in_one_handle() {
             return self.choose_handle(heap, want);
         }
-        if self.cramped.is_none() && heap.lacks_addresses(want) {
+        if self.cramped.is_none() && growth::lacks_addresses(heap, want) {
             return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
         }
         let mut open = None;
@@ -248,7 +248,7 @@ impl<'a> Reclaim<'a> {
             return step;
         }
         self.choose_regime(heap, want);
-        if let Some(growth) = heap.plan_growth(want, Bound::SoftCap, false) {
+        if let Some(growth) = growth::plan(heap, want, Bound::SoftCap, false) {
             heap.stats.reclaim.grown += 1;
             return Step::Grow(growth);
         }
@@ -264,7 +264,7 @@ impl<'a> Reclaim<'a> {
         if stitches && let Some(step) = self.stitch_step(heap, want, open, first) {
             return step;
         }
-        if let Some(growth) = heap.plan_growth(want, Bound::Limit, false) {
+        if let Some(growth) = growth::plan(heap, want, Bound::Limit, false) {
             heap.stats.reclaim.grown_hard += 1;
             return Step::Grow(growth);
         }
@@ -277,7 +277,7 @@ impl<'a> Reclaim<'a> {
             }
         }
         if waits != Waits::Never
-            && let Some(growth) = heap.plan_growth(want, Bound::Limit, true)
+            && let Some(growth) = growth::plan(heap, want, Bound::Limit, true)
         {
             heap.stats.reclaim.grown_hard += 1;
             return Step::Grow(growth);
@@ -287,7 +287,7 @@ impl<'a> Reclaim<'a> {
 
     /// Decides whether memory is scarce for a request that no ready memory serves, and counts the active bytes for it.
     fn choose_regime(&mut self, heap: &mut Heap, want: &Want) {
-        let missing = heap.missing(want).unwrap_or(0);
+        let missing = growth::missing(heap, want).unwrap_or(0);
         let held = heap.present() + heap.suspended.coming + missing;
         self.regime = heap.physical.choose_regime(held).or(self.regime);
         // With `waits=always`, memory pending on other streams serves the request after a wait.
@@ -335,7 +335,7 @@ impl<'a> Reclaim<'a> {
         if let Some(step) = self.ask_device(heap) {
             return step;
         }
-        if let Some(fresh) = heap.plan_segment(want) {
+        if let Some(fresh) = growth::plan_segment(heap, want) {
             heap.stats.reclaim.grown += 1;
             return Step::Segment(fresh);
         }
@@ -348,12 +348,12 @@ impl<'a> Reclaim<'a> {
     /// Chooses the steps before room is made for a block that must lie in one handle: the smallest open stretch of a
     /// handle, a new handle, a stretch behind waits.
     fn choose_handle(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if let Some(part) = heap.part_of_handle(want, |finder, id| finder.ready(id)) {
+        if let Some(part) = growth::part_of_handle(heap, want, false) {
             heap.stats.reclaim.ready += 1;
             return Step::Claim(part);
         }
         let bytes = want.handle_bytes();
-        let hole = heap.hole_for_handle(want);
+        let hole = growth::hole_for_handle(heap, want);
         if hole.is_none() && self.cramped.is_none() {
             return Step::Reserve(want.space, bytes);
         }
@@ -362,21 +362,27 @@ impl<'a> Reclaim<'a> {
         }
         self.choose_regime(heap, want);
         let early = heap.physical.tuning.waits == Waits::Always;
-        let within_cap = bytes <= heap.room_within(Bound::SoftCap);
+        let within_cap = bytes <= growth::room_within(heap, Bound::SoftCap);
         if early
             && !within_cap
-            && let Some(step) = self.wait_for_memory(heap, want, part_behind_waits)
+            && let Some(step) = self.wait_for_memory(heap, want, |heap, want| {
+                growth::part_of_handle(heap, want, true)
+            })
         {
             return step;
         }
         if bytes <= heap.room()
-            && let Some(growth) = hole.and_then(|hole| heap.plan_handle(want, hole))
+            && let Some(growth) = hole.and_then(|hole| growth::plan_handle(heap, want, hole))
         {
             heap.stats.reclaim.grown += u64::from(within_cap);
             heap.stats.reclaim.grown_hard += u64::from(!within_cap);
             return Step::Grow(growth);
         }
-        if !early && let Some(step) = self.wait_for_memory(heap, want, part_behind_waits) {
+        if !early
+            && let Some(step) = self.wait_for_memory(heap, want, |heap, want| {
+                growth::part_of_handle(heap, want, true)
+            })
+        {
             return step;
         }
         self.make_room(heap, want)
@@ -425,10 +431,10 @@ impl<'a> Reclaim<'a> {
     ) -> Option<Step> {
         let open = match open {
             Some(open) => open,
-            None => heap.openings(want, false)?,
+            None => alias::openings(heap, want, false)?,
         };
         let reachable = match open.more && waits {
-            true => Some(heap.openings(want, true)?),
+            true => Some(alias::openings(heap, want, true)?),
             false => None,
         };
         if let Some(reachable) = &reachable
@@ -436,10 +442,10 @@ impl<'a> Reclaim<'a> {
         {
             return Some(Step::View(run));
         }
-        if let Some(bytes) = heap.view_room_missing(want) {
+        if let Some(bytes) = stitch::view_room_missing(heap, want) {
             let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
             if heap.extents.view_addresses().saturating_add(bytes) > most {
-                let idle = heap.idle_addresses(bytes);
+                let idle = heap.views.idle_addresses(&heap.streams, bytes);
                 if !idle.is_empty() {
                     return Some(Step::MakeWay(idle));
                 }
@@ -447,7 +453,7 @@ impl<'a> Reclaim<'a> {
             return Some(Step::Reserve(SpaceId::Views, bytes));
         }
         let room = heap.room();
-        let stitch = heap.plan_stitch(want, room, open, reachable)?;
+        let stitch = stitch::plan(heap, want, room, open, reachable)?;
         Some(Step::Stitch(Box::new(stitch)))
     }
 
@@ -457,16 +463,16 @@ impl<'a> Reclaim<'a> {
         if !self.views_for(want) || self.unstitched {
             return None;
         }
-        let lacking = heap.stitch_lacking(want)?;
+        let lacking = stitch::lacking(heap, want)?;
         if lacking > heap.room() {
-            let plan = heap.plan_release(&[SpaceId::Small], lacking, heap.room());
+            let plan = release::plan(heap, &[SpaceId::Small], lacking, heap.room());
             return self.release(heap, plan);
         }
         if self.supplied || lacking == 0 {
             return None;
         }
         let within = lacking <= heap.soft_room();
-        let fresh = heap.claim_fresh(want, lacking)?;
+        let fresh = growth::claim_home(heap, want, lacking)?;
         self.supplied = true;
         heap.stats.reclaim.grown += u64::from(within);
         heap.stats.reclaim.grown_hard += u64::from(!within);
@@ -478,7 +484,7 @@ impl<'a> Reclaim<'a> {
         if self.stage == Stage::Evicted {
             return None;
         }
-        let idle = heap.idle_views(usize::MAX);
+        let idle = heap.views.idle_views(&heap.streams, usize::MAX);
         if idle.is_empty() {
             return None;
         }
@@ -519,9 +525,9 @@ impl<'a> Reclaim<'a> {
                 return step;
             }
         }
-        if let Some(missing) = heap.missing(want) {
+        if let Some(missing) = growth::missing(heap, want) {
             let arenas = [SpaceId::Large, SpaceId::Small];
-            let plan = heap.plan_release(&arenas, missing, heap.room());
+            let plan = release::plan(heap, &arenas, missing, heap.room());
             if let Some(step) = self.release(heap, plan) {
                 return step;
             }
@@ -538,7 +544,7 @@ impl<'a> Reclaim<'a> {
             if let Some(step) = self.evict(heap) {
                 return step;
             }
-            let (plan, _) = heap.plan_trim(0);
+            let (plan, _) = release::plan_trim(heap, 0);
             if let Some(step) = self.release(heap, plan) {
                 return step;
             }
@@ -566,7 +572,7 @@ impl<'a> Reclaim<'a> {
             return wait;
         }
         if let Some(hook) = self.next_hook() {
-            let missing = heap.missing(want);
+            let missing = growth::missing(heap, want);
             let missing = missing.unwrap_or(u64::from(want.span()) * GRANULE);
             heap.stats.reclaim.hooks += 1;
             self.begin_again();
@@ -584,4 +590,10 @@ impl<'a> Reclaim<'a> {
         }
         Step::Fail
     }
+}
+
+/// Returns memory that fits behind waits: the run whose newest wait is the oldest.
+fn run_behind_waits(heap: &Heap, want: &Want) -> Option<Part> {
+    let run = heap.finder(want.space, want.stream)?.oldest_run(want)?;
+    Some(heap.part(want, run))
 }

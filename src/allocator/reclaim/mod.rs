@@ -1,6 +1,5 @@
 //! Reclaim: the steps taken when no free memory fits, the cheapest first.
 
 pub(crate) mod choice;
-mod fit;
 pub(crate) mod run;
 pub(crate) mod stitch;

@@ -6,7 +6,9 @@
 //!
 //! Callers have to consider that the lock may have been released in between. Only `engine/calls.rs` calls this module.
 
+use crate::allocator::engine::markers::Questions;
 use crate::allocator::inspect::shortage::out_of_memory;
+use crate::allocator::plan::{alias, growth, release};
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
 
@@ -17,10 +19,10 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
-use crate::allocator::heap::growth::Growth;
 use crate::allocator::physical::address::FIRST_LEASE;
 use crate::allocator::physical::commit;
 use crate::allocator::physical::{Fresh, GrowthFailure};
+use crate::allocator::plan::growth::Growth;
 use crate::allocator::reclaim::choice::{Reclaim, Step};
 use crate::allocator::report::Regime;
 use crate::allocator::size::PHYSICAL_GRANULE;
@@ -50,7 +52,7 @@ impl Engine {
         mut heap: Guard<'a>,
         stream: u32,
     ) -> Result<Guard<'a>, Error> {
-        match heap.questions_for(stream) {
+        match Questions::of(&mut heap, stream) {
             None => Ok(heap),
             Some(questions) => Ok(self.unlocked(heap, || self.poll_with(stream, questions))?.0),
         }
@@ -61,7 +63,8 @@ impl Engine {
         if heap.caches.due.is_empty() {
             return heap;
         }
-        let due = heap.take_due(named);
+        let state = &mut *heap;
+        let due = state.caches.take_due(&state.streams, named);
         drop(heap);
         self.mark_all(due);
         self.lock()
@@ -164,7 +167,7 @@ impl Engine {
                 Ok((heap, id))
             }
             Step::Claim(part) => {
-                let claimed = heap.claim_part(want, part);
+                let claimed = heap.claim(want.space, part.first, part.skip, part.granules);
                 self.wait_for(heap, want, claimed)
             }
             Step::View(run) => self.take_in_view(heap, want, run),
@@ -188,7 +191,7 @@ impl Engine {
                     heap = self.poll_before(heap, want.stream)?;
                 }
                 // Includes the requesting stream, because some uses require complete memory.
-                let full = heap.full_batches(|stream| stream == want.stream);
+                let full = heap.streams.full_batches(|stream| stream == want.stream);
                 if !full.is_empty() {
                     (heap, _) = self.unlocked(heap, || self.cover_all(&full))?;
                 }
@@ -260,7 +263,7 @@ impl Engine {
             return Ok((heap, None));
         };
         let parts = view.home_parts(run.offset, want.granules);
-        let Some(mut aliased) = heap.alias(want.space, want.stream, &parts) else {
+        let Some(mut aliased) = alias::claim(&mut heap, want.space, want.stream, &parts) else {
             return Ok((heap, None));
         };
         if !aliased.waits.is_empty() {
@@ -273,13 +276,15 @@ impl Engine {
             heap = self.lock();
             heap.views.hold_view(run.base, false);
             if let Err(error) = waited {
-                heap.give_home(want.space, aliased);
+                alias::restore(&mut heap, want.space, aliased);
                 return Err(error);
             }
         }
         heap.stats.reclaim.views += 1;
         let parts = aliased.parts.into_iter().map(|(id, _)| id).collect();
-        let id = heap.view_block(run.base, run.offset, want.granules, parts);
+        let state = &mut *heap;
+        let records = &mut state.extents.records;
+        let id = (state.views).add_block(records, run.base, run.offset, want.granules, parts);
         Ok((heap, Some(id)))
     }
 
@@ -389,11 +394,11 @@ impl Engine {
                 let mut heap = self.lock();
                 match waited {
                     Ok(()) => {
-                        let id = heap.grown(want, &growth, &handles);
+                        let id = growth::commit(&mut heap, want, &growth, &handles);
                         Ok(Some(id))
                     }
                     Err(error) => {
-                        heap.ungrown(want, growth, &handles);
+                        growth::commit_unused(&mut heap, want, growth, &handles);
                         Err(error)
                     }
                 }
@@ -411,7 +416,7 @@ impl Engine {
         match grow_span(&fresh, || commit::map(&self.maker(), &fresh)) {
             Ok(handles) => {
                 self.log_growth(want, &fresh);
-                self.lock().supplied(want, &fresh, &handles);
+                growth::commit_free(&mut self.lock(), want, &fresh, &handles);
                 Ok(())
             }
             Err(failure) => self.not_grown(fresh, failure, reclaim),
@@ -428,8 +433,8 @@ impl Engine {
         let (error, asked, space) = (failure.error, fresh.bytes(), fresh.space);
         let free = self.driver_free(error);
         let mut heap = self.lock();
-        heap.not_made(fresh);
-        heap.set_apart(space, failure);
+        growth::revert(&mut heap, fresh);
+        release::set_apart(&mut heap, space, failure);
         self.refused(&mut heap, error, free.min(asked - 1), reclaim)
     }
 
@@ -448,7 +453,7 @@ impl Engine {
         let free = made.map_or_else(|error| self.driver_free(error), |_| 0);
         let mut heap = self.lock();
         match made {
-            Ok(addr) => Ok(heap.segment(want, fresh, addr)),
+            Ok(addr) => Ok(growth::commit_segment(&mut heap, want, fresh, addr)),
             Err(error) => {
                 heap.physical.planned -= bytes;
                 self.refused(&mut heap, error, free.min(bytes - 1), reclaim)?;
@@ -500,7 +505,7 @@ impl Engine {
             .addresses
             .lease_for(&self.context, end, [usual, at_least]);
         let lease = leased.map_err(|e| self.error(e))?;
-        self.lock().add_addresses(space, lease);
+        growth::add_addresses(&mut self.lock(), space, lease);
         Ok(())
     }
 

@@ -4,6 +4,7 @@ use crate::allocator::engine::Engine;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Fresh;
+use crate::allocator::plan::{growth, stitch};
 use crate::allocator::reclaim::choice::{Reclaim, VIEW_ADDRESSES};
 use crate::allocator::view::commit;
 use crate::allocator::view::mapping::Stitch;
@@ -25,14 +26,14 @@ impl Engine {
             Ok(true) => {}
             refused => {
                 drop(waits);
-                self.lock().not_stitched(want, stitch, 0, &[]);
+                stitch::revert(&mut self.lock(), want, stitch, 0, &[]);
                 return refused.map(|_| None);
             }
         }
         let waited = self.queue_waits(want.stream, &waits);
         drop(waits);
         if let Err(error) = waited {
-            self.lock().not_stitched(want, stitch, 0, &[]);
+            stitch::revert(&mut self.lock(), want, stitch, 0, &[]);
             return Err(error);
         }
         let outcome = {
@@ -48,11 +49,11 @@ impl Engine {
             Ok(handles) => {
                 let maps = stitch.maps();
                 if let Some(fresh) = &stitch.fresh {
-                    heap.note_growth(want, fresh);
+                    growth::note_reason(&mut heap, want, fresh);
                 }
                 heap.stats.reclaim.stitched += 1;
                 self.driver().add_view_maps(maps as u64);
-                let id = heap.stitched(want, stitch, &handles);
+                let id = stitch::commit(&mut heap, want, stitch, &handles);
                 drop(heap);
                 // A view that cannot be unmapped stays; the request does not fail because of it.
                 if let Err(error) = self.shed_views(want.stream) {
@@ -60,7 +61,7 @@ impl Engine {
                 }
                 return Ok(Some(id));
             }
-            Err(failed) => heap.not_mapped(want, stitch, failed),
+            Err(failed) => stitch::revert_failed(&mut heap, want, stitch, failed),
         };
         self.refused(&mut heap, error, free.min(new.saturating_sub(1)), reclaim)?;
         Ok(None)
@@ -70,7 +71,10 @@ impl Engine {
     fn shed_views(&self, stream: u32) -> Result<(), Error> {
         let (excess, asks) = {
             let heap = self.lock();
-            (heap.excess_view_maps(), self.asks_about_views(&heap))
+            (
+                heap.views.excess_maps(heap.physical.holdings.len()),
+                self.asks_about_views(&heap),
+            )
         };
         if asks {
             self.see_views_idle(stream)?;
@@ -78,7 +82,10 @@ impl Engine {
         if excess == 0 {
             return Ok(());
         }
-        let idle = self.lock().idle_views(excess);
+        let idle = {
+            let heap = self.lock();
+            heap.views.idle_views(&heap.streams, excess)
+        };
         self.evict(&idle)
     }
 
@@ -86,7 +93,8 @@ impl Engine {
     /// whether the stream has finished with it.
     fn asks_about_views(&self, heap: &Heap) -> bool {
         let most = self.total_memory.saturating_mul(VIEW_ADDRESSES);
-        let wanted = heap.excess_view_maps() > 0 || heap.extents.view_addresses() > most;
+        let wanted = heap.views.excess_maps(heap.physical.holdings.len()) > 0
+            || heap.extents.view_addresses() > most;
         wanted && !heap.streams.several()
     }
 

@@ -144,6 +144,14 @@ impl Finder<'_> {
                     .all(|u| self.streams.ready(self.stream, u)))
     }
 
+    /// Whether a piece is ready, or with `pending` usable behind waits as well.
+    pub(crate) fn is_usable(&self, id: u32, pending: bool) -> bool {
+        match pending {
+            true => self.reachable(id),
+            false => self.ready(id),
+        }
+    }
+
     /// Whether the stream may use a piece, if necessary after possible waits.
     pub(crate) fn reachable(&self, id: u32) -> bool {
         let hot = &self.records[id];

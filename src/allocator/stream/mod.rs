@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod complete;
 mod events;
 pub(crate) mod finder;
 pub(crate) mod poll;

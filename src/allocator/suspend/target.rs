@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::heap::Heap;
+use crate::allocator::plan::release;
 use crate::allocator::size::GRANULE;
 use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
@@ -190,17 +191,16 @@ pub(crate) fn drop_unused(heap: &mut Heap, suspension: &mut Suspension) {
     heap.empty_large_caches();
     heap.flush_caches();
     for space in [SpaceId::Large, SpaceId::Small] {
-        for (home, bytes) in heap.unused(space, |_| true) {
+        for (home, _) in release::unused(heap, space, true) {
             let away = |handle: &Parked| handle.home == home && handle.handle.is_none();
             let Some(at) = suspension.handles.iter().position(away) else {
                 continue;
             };
-            let Some(release) = heap.claim_holding(space, home) else {
+            let Some(release) = release::claim(heap, space, home) else {
                 continue;
             };
             suspension.handles.swap_remove(at);
-            heap.gone(&release);
-            heap.unhold(bytes, space);
+            release::remove(heap, &release);
         }
     }
 }
@@ -248,11 +248,15 @@ pub(crate) fn discard(heap: &mut Heap, target: Target, mut suspension: Suspensio
             }
         }
         Target::Arenas => {
-            for base in heap.idle_views(usize::MAX) {
-                if let Some(view) = heap.take_view(base) {
+            for base in heap.views.idle_views(&heap.streams, usize::MAX) {
+                if let Some(view) = heap
+                    .views
+                    .take(&mut heap.extents.records, &heap.streams, base)
+                {
                     let bytes = u64::from(view.granules) * GRANULE;
                     heap.extents.lookup.forget(base, bytes);
-                    heap.view_gone(&view);
+                    heap.views
+                        .count_unmapped(&mut heap.extents, &mut heap.physical, &view);
                 }
             }
             drop_unused(heap, &mut suspension);

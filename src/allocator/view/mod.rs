@@ -21,6 +21,7 @@
 //! observed the completion of every use through every mapping of that handle. Views are kept, because a program that
 //! repeats itself needs the same layout again.
 
+pub(crate) mod blocks;
 pub(crate) mod commit;
 pub(crate) mod layout;
 pub(crate) mod mapping;
@@ -35,6 +36,10 @@ use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{
     EXTENSIONS, Layout, Mapping, Openings, Site, View, ViewRun, push_part,
 };
+
+/// Bounds of the number of mappings in views: a minimum, and a number per handle held.
+const VIEW_MAPS_MIN: usize = 32_768;
+const VIEW_MAPS_PER_HANDLE: usize = 32;
 
 /// The views of an allocator.
 #[derive(Debug, Default)]
@@ -129,6 +134,12 @@ impl Views {
         if let Some(view) = self.map.get_mut(&base) {
             view.extend(mappings);
         }
+    }
+
+    /// Returns the number of mappings in views above the bound for a number of handles held.
+    pub(crate) fn excess_maps(&self, handles: usize) -> usize {
+        let bound = VIEW_MAPS_MIN.max(VIEW_MAPS_PER_HANDLE * handles);
+        self.view_maps().saturating_sub(bound)
     }
 
     /// Returns the number of mappings in views.
