@@ -44,8 +44,14 @@ impl StreamCaches {
         cache
     }
 
-    /// Returns a cache that keeps the allocator alive and serves no stream.
-    pub(crate) fn idle_cache(&self) -> &'static StreamCache {
+    /// Returns the cache that keeps the allocator alive for blocks of graph pools. It serves no stream.
+    pub(crate) fn graph_home(&mut self) -> &'static StreamCache {
+        let home = self.graph_home.unwrap_or_else(|| self.idle_cache());
+        self.graph_home = Some(home);
+        home
+    }
+
+    fn idle_cache(&self) -> &'static StreamCache {
         let cache = POOL.take();
         let mut inner = cache.lock();
         inner.owner = self.owner.upgrade();

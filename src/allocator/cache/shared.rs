@@ -36,7 +36,7 @@ impl StreamCaches {
     }
 
     /// Whether a block in a large-block cache is live and has this generation.
-    pub(crate) fn is_live_large(&self, records: &Records, id: u32, generation: u32) -> bool {
+    pub(crate) fn is_live_large(&self, records: &Records, (id, generation): (u32, u32)) -> bool {
         let cache = self.large_cache_of(records, id);
         cache.is_some_and(|cache| {
             let inner = cache.lock();

@@ -5,6 +5,7 @@
 
 use std::sync::atomic::Ordering;
 
+use crate::allocator::graph::pooled;
 use crate::driver::{process, sys};
 
 use crate::allocator::cache::deferred::{Deferred, User};
@@ -158,7 +159,10 @@ impl Engine {
         let generation = generation.unwrap_or(heap.extents.records[id].generation);
         let block = (id, generation);
         if !heap.is_live(block) {
-            let pooled = heap.graphs.live(ptr).filter(|_| heap.is_pooled(block));
+            let pooled = heap
+                .graphs
+                .live(ptr)
+                .filter(|_| pooled::is_live(&heap, block));
             let pooled = pooled.map(|live| (live.owner, live.users.clone()));
             drop(heap);
             return match pooled {
@@ -428,7 +432,7 @@ impl Engine {
             if heap.large_around(ptr).is_none() && heap.caches.small_around(ptr).is_none() {
                 return Err(heap.physical.not_live(ptr));
             }
-            if let Some(block) = heap.pooled_around(ptr) {
+            if let Some(block) = pooled::around(&mut heap, ptr) {
                 drop(heap);
                 return self.record_pooled(block, named, now);
             }

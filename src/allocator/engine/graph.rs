@@ -6,6 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
+use crate::allocator::graph::pooled;
 use crate::allocator::inspect::shortage::out_of_memory_in_pool;
 use crate::driver::{Dependency, DriverError, Stream, process, sys};
 use crate::sync::capture::is_of_capture;
@@ -20,10 +21,10 @@ use crate::allocator::graph::commit;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::order::Edge;
 use crate::allocator::graph::plan::Lacking;
+use crate::allocator::graph::pooled::PoolRequest;
 use crate::allocator::graph::scope::{Answer, Asked, Kind, as_predicate, is_in_predicate};
 use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Asker, Graphs};
-use crate::allocator::heap::graph::PoolRequest;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::stream::slot::{StreamKey, is_per_thread, is_special};
@@ -407,7 +408,13 @@ impl Engine {
             }
             let taken = heap.graphs.take(pool, request.asker, request.fit);
             if let Some(place) = taken {
-                return Ok(heap.pooled_born(pool, request.sizes(), place, Few::from([user])));
+                return Ok(pooled::add(
+                    &mut heap,
+                    pool,
+                    request.sizes(),
+                    place,
+                    Few::from([user]),
+                ));
             }
             if cached_only {
                 return Err(Error::NotCached);
@@ -418,7 +425,7 @@ impl Engine {
                 asked = true;
                 continue;
             }
-            let plan = heap.plan_in_pool(&request);
+            let plan = pooled::plan(&mut heap, &request);
             drop(heap);
             let plan = match plan {
                 Ok(plan) => plan,
@@ -447,11 +454,12 @@ impl Engine {
             let fresh = plan.fresh_bytes();
             let made = commit::make(&self.maker(), &plan);
             let mut heap = self.lock();
-            let place = heap.planned_in_pool(pool, plan, made.as_deref());
+            let place = pooled::commit_plan(&mut heap, pool, plan, made.as_deref());
             match made {
                 Ok(_) => {
                     if let Some(place) = place {
-                        return Ok(heap.pooled_born(
+                        return Ok(pooled::add(
+                            &mut heap,
                             pool,
                             request.sizes(),
                             place,

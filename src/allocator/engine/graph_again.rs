@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
+use crate::allocator::graph::pooled;
 use crate::driver::Stream;
 
 use crate::allocator::cache::grant::Grant;
@@ -139,7 +140,7 @@ impl Engine {
                 user
             });
             let sizes = (fit.granules, request.requested);
-            Some(heap.pooled_born(pool, sizes, place, Few::from([user])))
+            Some(pooled::add(heap, pool, sizes, place, Few::from([user])))
         });
         Ok(grant?.flatten())
     }
@@ -158,7 +159,7 @@ impl Engine {
         let place = |graphs: &mut Graphs| graphs.place_at_hand(info.id, user, pool);
         let freed = self.advance_from(user.raw, info, place, |heap, _, stream| {
             let live = heap.graphs.pools.get(&pool)?.arena.live.get(&ptr);
-            let live = live.filter(|_| heap.is_pooled(life))?;
+            let live = live.filter(|_| pooled::is_live(heap, life))?;
             let same = matches!(&*live.users, [known] if known.is_copy_of(user));
             if !same || !live.pending.is_empty() {
                 return None;
@@ -176,7 +177,7 @@ impl Engine {
                 captured: true,
                 ..Tag::default()
             };
-            let freed = heap.pooled_freed(pool, ptr, tag);
+            let freed = pooled::remove(heap, pool, ptr, tag);
             let rest = self.rest_of_free(heap, AfterFree::default());
             Some((freed, rest, heap.graphs.has_leaving()))
         });

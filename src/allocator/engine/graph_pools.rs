@@ -11,8 +11,9 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::plan::Plan;
+use crate::allocator::graph::pooled;
+use crate::allocator::graph::pooled::Restoration;
 use crate::allocator::graph::{Footprint, Pool};
-use crate::allocator::heap::graph::Restoration;
 use crate::allocator::physical::Release;
 use crate::allocator::plan::release;
 use crate::clock::Clock;
@@ -74,7 +75,7 @@ impl Engine {
             drop(heap);
             return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
         }
-        let mut restored = heap.restore_pool(pool, changes);
+        let mut restored = pooled::restore(&mut heap, pool, changes);
         drop(heap);
         restored.gone.clear();
         Ok(restored)
@@ -231,7 +232,7 @@ impl Engine {
         let planned = (home, vec![release.bytes]);
         let (left, made) = commit::move_in(&self.maker(), &planned, (&release, handle));
         let mut heap = self.lock();
-        heap.planned_in_pool(pool, Plan::free(planned), made.as_deref());
+        pooled::commit_plan(&mut heap, pool, Plan::free(planned), made.as_deref());
         if left {
             release::remove(&mut heap, &release);
         } else {

@@ -1,5 +1,6 @@
 //! Uses of graph pool blocks by streams, inside captures and outside, and their frees.
 
+use crate::allocator::graph::pooled;
 use crate::driver::{Context, Stream};
 use crate::locks::lines::keep_lines;
 use crate::locks::lock::pause;
@@ -62,7 +63,7 @@ impl Engine {
         }
         let mut heap = self.open()?;
         if !uses.in_graphs.is_empty()
-            && heap.is_pooled(life)
+            && pooled::is_live(&heap, life)
             && let Some(live) = heap.graphs.live_mut(ptr)
         {
             // Also if the free has to wait for the end of the capture, and the capture has already ended by then.
@@ -75,7 +76,10 @@ impl Engine {
             }
         }
         all_told?;
-        let live = heap.graphs.live(ptr).filter(|_| heap.is_pooled(life));
+        let live = heap
+            .graphs
+            .live(ptr)
+            .filter(|_| pooled::is_live(&heap, life));
         let live = live.ok_or_else(gone)?;
         let same = |(known, asked): (&User, &User)| known.is_copy_of(asked);
         if live.users.len() != users.len() || !live.users.iter().zip(&users).all(same) {
@@ -95,7 +99,7 @@ impl Engine {
         let Some(tag) = heap.graphs.tag(pool, uses.captured, pending) else {
             return Err(Error::Capturing { stream: 0 });
         };
-        let freed = heap.pooled_freed(pool, ptr, tag);
+        let freed = pooled::remove(&mut heap, pool, ptr, tag);
         let rest = self.rest_of_free(&heap, AfterFree::default());
         let has_leaving = heap.graphs.has_leaving();
         drop(heap);
@@ -232,7 +236,10 @@ impl Engine {
         let known = {
             let mut heap = self.open()?;
             heap.graphs.notice(&user, user.since);
-            let live = heap.graphs.live(start).filter(|_| heap.is_pooled(life));
+            let live = heap
+                .graphs
+                .live(start)
+                .filter(|_| pooled::is_live(&heap, life));
             let live = live.ok_or_else(gone)?;
             let (pool, users) = (live.owner, &live.users);
             let known = users.iter().any(|known| known.is(&user));
@@ -247,7 +254,7 @@ impl Engine {
             _ => None,
         };
         let mut heap = self.open()?;
-        if !heap.is_pooled(life) {
+        if !pooled::is_live(&heap, life) {
             return Err(gone());
         }
         if let Some(info) = &captured {

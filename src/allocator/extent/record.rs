@@ -302,6 +302,12 @@ impl Records {
         self.hot.get(id as usize)
     }
 
+    /// Whether a record has this generation and this state.
+    pub(crate) fn is_in(&self, (id, generation): (u32, u32), state: State) -> bool {
+        let hot = self.get(id);
+        hot.is_some_and(|hot| hot.generation == generation && hot.state == state)
+    }
+
     #[inline]
     pub(crate) fn cold(&self, id: u32) -> &Cold {
         &self.cold[id as usize]

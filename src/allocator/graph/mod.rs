@@ -18,6 +18,7 @@ pub(crate) mod few;
 pub(crate) mod lease;
 pub(crate) mod order;
 pub(crate) mod plan;
+pub(crate) mod pooled;
 pub(crate) mod scope;
 pub(crate) mod user;
 

@@ -3,7 +3,6 @@
 #![forbid(unsafe_code)]
 
 pub(crate) mod caches;
-pub(crate) mod graph;
 pub(crate) mod large_cache;
 pub(crate) mod request;
 pub(crate) mod streams;
@@ -303,13 +302,12 @@ impl Heap {
     }
 
     /// Whether a block with this id and generation is live.
-    pub(crate) fn is_live(&self, (id, generation): (u32, u32)) -> bool {
-        let hot = self.extents.records.get(id);
-        if hot.is_some_and(|hot| hot.cached) {
-            let records = &self.extents.records;
-            return self.caches.is_live_large(records, id, generation);
+    pub(crate) fn is_live(&self, life: (u32, u32)) -> bool {
+        let records = &self.extents.records;
+        match records.get(life.0) {
+            Some(hot) if hot.cached => self.caches.is_live_large(records, life),
+            _ => records.is_in(life, Extent::Used),
         }
-        hot.is_some_and(|hot| hot.generation == generation && hot.state == Extent::Used)
     }
 
     /// Records a use by another stream on a live block. Without a ticket the use covers all work submitted to that
