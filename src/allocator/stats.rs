@@ -235,7 +235,7 @@ impl Stats {
 
     /// [`born`](Self::born) for a block of the large pool that raises no peak of bytes, and no other peak of that pool.
     #[inline]
-    pub(crate) fn born_below(&mut self, bytes: u64, requested: u64) {
+    pub(crate) fn count_block_below_peaks(&mut self, bytes: u64, requested: u64) {
         let Stats { all, large, .. } = self;
         all.allocations.add(1);
         all.requested.add(requested);

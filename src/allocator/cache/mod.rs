@@ -170,9 +170,9 @@ impl StreamCaches {
         }
     }
 
-    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::let_go`] waits for the
+    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::wait_unused`] waits for the
     /// queries in progress.
-    pub(crate) fn stop_asking(&self, stream: u32) -> Vec<&'static StreamCache> {
+    pub(crate) fn stop_queries(&self, stream: u32) -> Vec<&'static StreamCache> {
         let caches = self.of(stream).to_vec();
         for cache in &caches {
             cache.lock().raw = 0;

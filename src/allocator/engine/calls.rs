@@ -51,7 +51,7 @@ impl Drop for Call<'_> {
     fn drop(&mut self) {
         let mut heap = self.engine.lock();
         heap.streams[self.stream].calls -= 1;
-        heap.withdraw(self.peak);
+        heap.revert_announcement(self.peak);
     }
 }
 
@@ -252,7 +252,7 @@ impl Engine {
             None => {
                 let want = heap.want(request, stream);
                 let contended = heap.contended;
-                heap.pass_by_cache(cache, contended);
+                heap.prepare_large_request(cache, contended);
                 let heap = self.mark_due(heap, stream);
                 let (mut heap, id, missed) = self.obtain(heap, &want)?;
                 if missed {
@@ -335,7 +335,7 @@ impl Engine {
         let mut found = take(&mut heap);
         if found.is_none() && (whole || !near.is_empty() || heap.best(want).is_none()) {
             // Memory that other streams used may be complete by now.
-            heap.streams.ask_again();
+            heap.streams.reset_backoff();
             heap = self.poll_before(heap, want.stream)?;
             found = take(&mut heap);
         }
@@ -351,7 +351,7 @@ impl Engine {
         let grant = found.map(|id| {
             heap.stats.hits += 1;
             heap.announce(want.requested);
-            heap.granted(id, want.stream, want.requested, cache)
+            heap.grant(id, want.stream, want.requested, cache)
         });
         Ok((heap, grant))
     }
@@ -379,7 +379,7 @@ impl Engine {
         let id = heap.take(want, run)?;
         // The request did not run out of memory after all.
         heap.stats.ooms -= 1;
-        let grant = heap.granted(id, want.stream, want.requested, cache);
+        let grant = heap.grant(id, want.stream, want.requested, cache);
         Some((heap, grant))
     }
 
@@ -548,7 +548,7 @@ impl Engine {
             if !polled {
                 // Memory that other streams used may be complete by now.
                 polled = true;
-                heap.streams.ask_again();
+                heap.streams.reset_backoff();
                 (heap, _) = self.take_back_shared(heap, cache, true)?;
                 let stream = cache.lock().slot;
                 heap = self.poll_before(heap, stream)?;

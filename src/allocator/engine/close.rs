@@ -73,7 +73,7 @@ impl Engine {
         self.cover_all(&ours)?;
         let retried = self.release_quarantined();
         let finished = self.finish_tests(false)?;
-        self.lock().streams.ask_again();
+        self.lock().streams.reset_backoff();
         self.poll()?;
         let mut heap = self.lock();
         heap.complete_uses();
@@ -220,7 +220,7 @@ impl Engine {
             drop(events);
             self.events.clear();
             // From here on the owners may destroy the streams.
-            foreign.into_iter().for_each(Holder::let_go);
+            foreign.into_iter().for_each(Holder::wait_unused);
         }
         result
     }

@@ -183,7 +183,7 @@ impl Engine {
         for (stream, bound) in retired {
             heap.streams.completed(stream, bound, &[]);
         }
-        heap.streams.pool_spent();
+        heap.streams.pool_unused_events();
         heap.complete_uses();
         let distrusted = heap.streams.iter().find_map(|(_, slot)| {
             let left_out = !heap.closed || unanswered.contains(&slot.context.id());
@@ -255,7 +255,7 @@ impl Engine {
                 let known = heap.streams.distrust_of(context.id()).is_some();
                 let streams = heap.streams.distrust(context.id(), error);
                 for stream in &streams {
-                    heap.caches.stop_asking(*stream);
+                    heap.caches.stop_queries(*stream);
                 }
                 !known && !streams.is_empty()
             };
@@ -270,13 +270,13 @@ impl Engine {
                 );
             }
         } else {
-            self.context_gone(context);
+            self.end_context(context);
         }
         Error::Driver(error)
     }
 
     /// Records that another context was destroyed with all its objects.
-    pub(crate) fn context_gone(&self, context: &Context) {
+    pub(crate) fn end_context(&self, context: &Context) {
         lines::say(
             Level::Warn,
             module_path!(),
@@ -286,7 +286,7 @@ impl Engine {
                 context.device().ordinal()
             ),
         );
-        let held = self.lock().context_gone(context.id(), &self.context);
+        let held = self.lock().end_context(context.id(), &self.context);
         drop(held);
     }
 

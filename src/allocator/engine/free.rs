@@ -263,7 +263,7 @@ impl Engine {
     #[inline]
     pub(crate) fn rest_of_free(&self, heap: &Heap, mut after: AfterFree) -> Option<RestOfFree> {
         if self.unretired && !after.is_empty() {
-            after.retain(|stream| !heap.streams[stream].may_be_gone());
+            after.retain(|stream| !heap.streams[stream].may_be_destroyed());
         }
         if after.is_empty() && !heap.orphaned {
             return None;

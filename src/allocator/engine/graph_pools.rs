@@ -50,7 +50,7 @@ impl Engine {
             if !asked.insert(user.identity()) {
                 continue;
             }
-            if self.may_be_gone(user) {
+            if self.may_be_destroyed(user) {
                 let bytes = *bytes;
                 return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
             }

@@ -124,7 +124,7 @@ impl Engine {
         uses: &mut LastUses,
     ) -> Result<(), Error> {
         if asked.is_none()
-            && self.may_be_gone(user)
+            && self.may_be_destroyed(user)
             && !self.lock().graphs.serves_capture_of(user, pool)
         {
             uses.unasked = true;
@@ -178,7 +178,7 @@ impl Engine {
 
     /// Whether a stream that the current call does not name must not be used: its owner may have destroyed it, or its
     /// context is distrusted.
-    pub(crate) fn may_be_gone(&self, user: &User) -> bool {
+    pub(crate) fn may_be_destroyed(&self, user: &User) -> bool {
         let streams = &self.lock().streams;
         let known = streams.find(user.key);
         let raw = user.stream.is_none() && user.raw > 2;

@@ -97,7 +97,7 @@ impl Streams {
         };
         let older = slot.markers.drain(..).map(|marker| marker.event);
         let mut gone: Vec<_> = older.collect();
-        self.unseen -= gone.len();
+        self.incomplete -= gone.len();
         gone.push(last.event);
         slot.markers.push_back(Marker { event, ..last });
         gone
@@ -118,9 +118,9 @@ impl Streams {
             return None;
         }
         let marker = slot.markers.remove(at);
-        self.unseen -= 1;
+        self.incomplete -= 1;
         if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
-            self.not_covered(stream);
+            self.list_again(stream);
         }
         marker
     }
@@ -151,7 +151,7 @@ impl<'a> Leaving<'a> {
     /// Begins a retirement, before the last marker of the stream is recorded.
     pub(crate) fn begin(engine: &'a Engine, heap: &mut Heap, stream: u32) -> Leaving<'a> {
         // Requests poll the frees that the last marker covers.
-        heap.streams.tell(stream);
+        heap.streams.note_call(stream);
         heap.streams[stream].leaving += 1;
         heap.streams.forget_key(stream);
         engine.count_retirement();
@@ -170,7 +170,7 @@ impl Drop for Leaving<'_> {
             heap.recycle(self.stream);
             return;
         }
-        if slot.is_left_alone() {
+        if slot.is_unusable() {
             // No other call may use an event that the failed retirement recorded in a distrusted context.
             let context = slot.context.id();
             let events = heap.streams.take_markers_of(self.stream, context);
@@ -208,7 +208,7 @@ impl Engine {
             heap.caches
                 .find_slot(&mut heap.streams, named.key, named.raw as usize)
         };
-        known.ok_or_else(|| heap.streams.not_here(named.raw as usize))
+        known.ok_or_else(|| heap.streams.unknown_error(named.raw as usize))
     }
 
     /// Returns all slots of a known stream: more than one if other threads retired it while it stayed in use.
@@ -221,7 +221,7 @@ impl Engine {
         };
         let slots = heap.streams.all_of(named.key);
         if slots.is_empty() {
-            return Err(heap.streams.not_here(named.raw as usize));
+            return Err(heap.streams.unknown_error(named.raw as usize));
         }
         Ok(slots)
     }
@@ -303,15 +303,15 @@ impl Engine {
         slot.distrusted = None;
         // Only the marker is left of the other context, and it belongs to the allocator's own.
         let context = std::mem::replace(&mut slot.context, self.context.clone());
-        let asked = heap.caches.stop_asking(stream);
+        let asked = heap.caches.stop_queries(stream);
         heap.flush_caches_of(stream);
         drop(heap);
         drop(leaving);
-        asked.into_iter().for_each(StreamCache::let_go);
+        asked.into_iter().for_each(StreamCache::wait_unused);
         // Another thread that frees a block of the stream may be about to query or mark it. If the heap held the last
         // reference, the stream is destroyed here: a driver call, and so outside the lock.
-        former.let_go();
-        before.into_iter().for_each(Holder::let_go);
+        former.wait_unused();
+        before.into_iter().for_each(Holder::wait_unused);
         self.let_go_of_context(&context);
         Ok(())
     }

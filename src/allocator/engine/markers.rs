@@ -35,7 +35,7 @@ pub(crate) struct Questions {
 impl Questions {
     /// Returns the completion queries to make for a request of a stream, if there are any.
     pub(crate) fn of(heap: &mut Heap, stream: u32) -> Option<Questions> {
-        let near = heap.is_near();
+        let near = heap.is_near_limit();
         let full = heap.streams.full_batches(|other| near || other != stream);
         let due = match full.is_empty() {
             true => Some(heap.streams.due_markers(|_| true)?),
@@ -65,7 +65,7 @@ impl Engine {
         let (batch, raw, context, holder) = {
             let mut heap = self.lock();
             let slot = &heap.streams[stream];
-            let other = !slot.in_use || slot.key != key || slot.is_left_alone();
+            let other = !slot.in_use || slot.key != key || slot.is_unusable();
             if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
                 return Ok(());
             }
@@ -105,7 +105,7 @@ impl Engine {
             let slot = &heap.streams[stream];
             // A retirement in the meantime has covered the batch, and nothing else marks a retired stream.
             if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
-                heap.streams.not_covered(stream);
+                heap.streams.list_again(stream);
             }
         }
         covered.map(drop)
@@ -178,7 +178,7 @@ impl Engine {
         }
         if idle {
             heap.streams.batch_complete(batch);
-            heap.streams.pool_spent();
+            heap.streams.pool_unused_events();
             heap.complete_advanced();
         }
         Ok(idle)
@@ -340,13 +340,13 @@ impl Engine {
         loop {
             let mut queries = 0;
             let asked = self.ask(&mut due, &mut queries);
-            due.let_go();
+            due.drop_events();
             let mut heap = self.lock();
             heap.stats.queries += queries;
             let mut progress = false;
             for outcome in due.outcomes() {
                 progress |= outcome.newest.is_some();
-                heap.streams.asked(outcome);
+                heap.streams.apply_outcome(outcome);
             }
             let void = due.take_void();
             // Markers after an invalid one were not queried.

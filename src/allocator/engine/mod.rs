@@ -207,7 +207,7 @@ impl Engine {
                 bounds,
                 tuning,
             );
-            heap.streams.watchful = ask_captures;
+            heap.streams.eager_markers = ask_captures;
             heap.streams.unretired = unretired;
             heap.caches.legacy = (!config.context_checks).then(|| context.legacy_id());
             heap.recorder.tool = tool.filter(|_| !rules.maps());

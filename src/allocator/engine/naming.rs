@@ -79,7 +79,7 @@ impl Engine {
         }
         let heap = self.lock();
         let mut known = heap.streams.iter();
-        let same = known.find(|(_, slot)| slot.named && slot.handle_to_ask() == raw);
+        let same = known.find(|(_, slot)| slot.named && slot.handle_to_query() == raw);
         same.map_or(StreamKey::Handle(raw), |(_, slot)| slot.key)
     }
 

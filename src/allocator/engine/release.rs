@@ -177,7 +177,7 @@ impl Engine {
             heap.streams.kept_uncovered()
         };
         self.cover_all(&ours)?;
-        self.lock().streams.ask_again();
+        self.lock().streams.reset_backoff();
         self.poll()?;
         let mut heap = self.open()?;
         heap.complete_uses();

@@ -59,7 +59,7 @@ impl Heap {
                 self.extents.records.cold_mut(id).freed = self.frees;
                 self.extents
                     .release(SpaceId::Small, id, stream, Uses::One(u));
-                let strange = !self.extents.small.merge_own || self.streams.rests(stream);
+                let strange = !self.extents.small.merge_own || self.streams.is_inactive(stream);
                 if strange && self.streams.complete(&u) {
                     self.streams.complete_pieces(
                         &mut self.extents,
@@ -253,7 +253,7 @@ impl Heap {
     /// Raises the peaks to the current values, with all stream caches locked.
     pub(crate) fn raise_peaks(&mut self, locked: Vec<Locked<'_>>) {
         for block in self.caches.raise_peaks(&mut self.stats, locked) {
-            self.out_of_cache(block);
+            self.apply_removal(block);
         }
     }
 

@@ -42,13 +42,13 @@ impl Heap {
         self.caches.cached.insert(id, cache);
         self.caches.in_large_caches.fetch_add(1, Ordering::Relaxed);
         if let Some(gone) = gone {
-            self.out_of_cache(gone);
+            self.apply_removal(gone);
         }
         true
     }
 
     /// Updates the heap for a block that was removed from its large-block cache.
-    pub(crate) fn out_of_cache(&mut self, block: CachedBlock) {
+    pub(crate) fn apply_removal(&mut self, block: CachedBlock) {
         self.caches.cached.remove(&block.id);
         self.caches.in_large_caches.fetch_sub(1, Ordering::Relaxed);
         self.caches
@@ -77,7 +77,7 @@ impl Heap {
         };
         let block = cache.lock().large_cache.remove(id);
         if let Some(block) = block {
-            self.out_of_cache(block);
+            self.apply_removal(block);
         }
     }
 
@@ -93,7 +93,7 @@ impl Heap {
 
     /// Prepares for a large request that its large-block cache could not serve: the free blocks there return to the
     /// heap, so that the request finds the memory it would find without large-block caches.
-    pub(crate) fn pass_by_cache(&mut self, cache: &'static StreamCache, contended: bool) {
+    pub(crate) fn prepare_large_request(&mut self, cache: &'static StreamCache, contended: bool) {
         if !self.rules.caches() {
             return;
         }
@@ -141,7 +141,7 @@ impl Heap {
                 return any;
             };
             any = true;
-            self.out_of_cache(block);
+            self.apply_removal(block);
         }
     }
 
@@ -154,7 +154,7 @@ impl Heap {
                 let Some(block) = block else {
                     break;
                 };
-                self.out_of_cache(block);
+                self.apply_removal(block);
             }
         }
     }

@@ -142,7 +142,7 @@ impl Heap {
     }
 
     /// Whether more than half of the bound on held bytes is used.
-    pub(crate) fn is_near(&self) -> bool {
+    pub(crate) fn is_near_limit(&self) -> bool {
         self.physical.is_near(self.held())
     }
 
@@ -205,21 +205,21 @@ impl Heap {
     }
 
     /// Reverts the peak after a failed request, unless other requests have raised it since.
-    pub(crate) fn withdraw(&mut self, (before, with): (u64, u64)) {
+    pub(crate) fn revert_announcement(&mut self, (before, with): (u64, u64)) {
         if self.peak_live == with {
             self.peak_live = before.max(self.requested_now());
         }
     }
 
     /// Turns a taken extent into a live block, and returns its grant.
-    pub(crate) fn granted(
+    pub(crate) fn grant(
         &mut self,
         id: u32,
         stream: u32,
         requested: u64,
         home: &'static StreamCache,
     ) -> Grant {
-        self.born(id, stream, requested);
+        self.make_live(id, stream, requested);
         self.recorder
             .record_allocation(&self.streams, &mut self.extents.records, id);
         let hot = &self.extents.records[id];
@@ -227,7 +227,7 @@ impl Heap {
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
 
-    /// Like [`granted`](Self::granted), and caches the block if it is likely to be reused; `plain` is whether its
+    /// Like [`grant`](Self::grant), and caches the block if it is likely to be reused; `plain` is whether its
     /// request had no constraints.
     pub(crate) fn hand_out(
         &mut self,
@@ -236,7 +236,7 @@ impl Heap {
         cache: &'static StreamCache,
         plain: bool,
     ) -> Grant {
-        let mut grant = self.granted(id, want.stream, want.requested, cache);
+        let mut grant = self.grant(id, want.stream, want.requested, cache);
         if self.rules.caches() {
             // A block of a request with constraints is not cached, because another request would get a different place.
             let granules = self.extents.records[id].granules;
@@ -248,7 +248,7 @@ impl Heap {
     }
 
     /// Turns a taken extent into a live block of the user.
-    pub(crate) fn born(&mut self, id: u32, stream: u32, requested: u64) {
+    pub(crate) fn make_live(&mut self, id: u32, stream: u32, requested: u64) {
         let hot = &mut self.extents.records[id];
         hot.state = Extent::Used;
         hot.stream = stream;
@@ -259,20 +259,20 @@ impl Heap {
         cold.requested = requested;
         cold.owner = stream;
         self.streams[stream].live += 1;
-        let within = self.make_sure_of_peaks(bytes, requested);
+        let within = self.prepare_peaks(bytes, requested);
         if within && !small {
-            self.stats.born_below(bytes, requested);
+            self.stats.count_block_below_peaks(bytes, requested);
         } else {
             self.stats.born(small, bytes, requested);
         }
-        self.large_counted(within);
+        self.update_peaks(within);
         self.extents.lookup.insert(addr, id);
     }
 
     /// Called before a large block is counted: if the block may raise a peak, free blocks leave the large-block caches
     /// so that they are not counted along. Returns whether it certainly raises none.
     #[inline]
-    pub(crate) fn make_sure_of_peaks(&mut self, bytes: u64, requested: u64) -> bool {
+    pub(crate) fn prepare_peaks(&mut self, bytes: u64, requested: u64) -> bool {
         let all = &self.stats.all.allocated;
         let more = [bytes, requested, 1];
         let within = all.current + self.caches.limit + bytes <= all.peak && {
@@ -287,7 +287,7 @@ impl Heap {
 
     /// Called after a large block was counted: raises the overall peaks if it is a new peak.
     #[inline]
-    pub(crate) fn large_counted(&mut self, within: bool) {
+    pub(crate) fn update_peaks(&mut self, within: bool) {
         let all = &self.stats.all;
         let now = [all.requested.current, all.allocations.current];
         for (high, now) in self.caches.high.iter_mut().zip(now) {
@@ -420,7 +420,7 @@ impl Heap {
         }
         let requested = cold.requested;
         let slot = &self.streams[stream];
-        if matches!(slot.holder, Holder::Retired) || slot.resting {
+        if matches!(slot.holder, Holder::Retired) || slot.inactive {
             return false;
         }
         let ticket = slot.open;

@@ -39,8 +39,8 @@ impl Heap {
         kept: Option<&Stream>,
     ) -> Option<u32> {
         let stream = self.caches.find_slot(&mut self.streams, key, raw)?;
-        self.streams.tell(stream);
-        if self.streams.woken {
+        self.streams.note_call(stream);
+        if self.streams.reactivated {
             self.streams_changed();
         }
         let slot = &mut self.streams[stream];
@@ -155,7 +155,7 @@ impl Heap {
     /// Switches how free memory merges. With one stream it needs no tags and merges freely; with several streams it
     /// must not.
     pub(crate) fn streams_changed(&mut self) {
-        self.streams.woken = false;
+        self.streams.reactivated = false;
         self.stats.streams = self.streams.len() as u64;
         if !self.rules.maps() {
             return;
@@ -265,7 +265,7 @@ impl Heap {
     /// once the allocator's own context has been waited for. The caller drops the result without the lock, because it
     /// may hold the last reference to a stream, whose destruction is a driver call.
     #[must_use]
-    pub(crate) fn context_gone(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
+    pub(crate) fn end_context(&mut self, key: u64, own: &Context) -> Vec<(Context, Holder)> {
         let mut held = Vec::new();
         let gone = self.streams.iter();
         let gone: Vec<u32> = gone
@@ -274,10 +274,10 @@ impl Heap {
             .collect();
         let mut events = self.streams.events.remove(&key).unwrap_or_default();
         for stream in gone {
-            self.streams.tell(stream);
+            self.streams.note_call(stream);
             self.streams.forget_key(stream);
             self.caches.set_fast(stream, false);
-            self.caches.stop_asking(stream);
+            self.caches.stop_queries(stream);
             for cache in self.caches.all().to_vec() {
                 self.caches.close_batches(
                     &mut self.streams,

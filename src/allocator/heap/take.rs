@@ -194,7 +194,7 @@ impl Heap {
             && want.space == SpaceId::Large
             && u64::from(want.granules) * GRANULE < SPARING_BELOW
             && self.streams.several()
-            && self.is_near();
+            && self.is_near_limit();
         Some(match spares {
             true => finder.handle_preserving_run(want, best, &self.physical.handles),
             false => best,
@@ -217,17 +217,17 @@ impl Heap {
         let stream = self.streams.find_again(key)?;
         let slot = &self.streams[stream];
         let renamed = slot.holder.is_callers() && has_object;
-        if slot.resting || renamed || slot.context.device().ordinal() != device.ordinal() {
+        if slot.inactive || renamed || slot.context.device().ordinal() != device.ordinal() {
             return None;
         }
         let several = self.streams.several();
-        let near = several && self.is_near();
+        let near = several && self.is_near_limit();
         self.uncache_provisional();
-        let nothing_to_ask = match several {
-            true => !self.streams.unretired && self.streams.nothing_to_ask(stream, near),
+        let needs_no_query = match several {
+            true => !self.streams.unretired && self.streams.needs_no_query(stream, near),
             false => self.extents.large.merge_own,
         };
-        if !nothing_to_ask || !self.caches.due.is_empty() {
+        if !needs_no_query || !self.caches.due.is_empty() {
             return None;
         }
         let want = request.want(SpaceId::Large, stream);
@@ -247,11 +247,11 @@ impl Heap {
             }
         };
         if several {
-            self.streams.tell(stream);
-            self.streams.pass();
+            self.streams.note_call(stream);
+            self.streams.count_request();
         }
         self.announce(want.requested);
-        self.physical.large_request(&want);
+        self.physical.count_request(&want);
         self.stats.hits += 1;
         let cache = self.cache_of(stream);
         if let StreamKey::Id(key) = key {

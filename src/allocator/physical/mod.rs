@@ -143,7 +143,7 @@ impl Physical {
     }
 
     /// Counts that handles, given by their homes, are mapped in one view more, or one less.
-    pub(crate) fn viewed(&mut self, homes: impl IntoIterator<Item = u64>, more: bool) {
+    pub(crate) fn count_views(&mut self, homes: impl IntoIterator<Item = u64>, more: bool) {
         for home in homes {
             if let Some(holding) = self.holdings.get_mut(&home) {
                 holding.views = if more {
@@ -161,7 +161,7 @@ impl Physical {
     }
 
     /// Counts a large request.
-    pub(crate) fn large_request(&mut self, want: &Want) {
+    pub(crate) fn count_request(&mut self, want: &Want) {
         self.requests += u64::from(want.space == SpaceId::Large);
     }
 
@@ -201,14 +201,14 @@ impl Physical {
 
     /// Returns the error for a pointer that is not a live block.
     pub(crate) fn not_live(&self, ptr: u64) -> Error {
-        match self.ours(ptr) {
+        match self.holds(ptr) {
             true => Error::NotLive { ptr },
             false => Error::NotOurs { ptr },
         }
     }
 
     /// Whether an address lies in memory that the allocator holds.
-    pub(crate) fn ours(&self, ptr: u64) -> bool {
+    pub(crate) fn holds(&self, ptr: u64) -> bool {
         self.holdings
             .range(..=ptr)
             .next_back()
@@ -262,7 +262,7 @@ impl Physical {
     }
 
     /// Records that the driver refused to hold more than this. Returns the regime if it has changed.
-    pub(crate) fn refused(&mut self, full_at: u64) -> Option<Regime> {
+    pub(crate) fn note_refusal(&mut self, full_at: u64) -> Option<Regime> {
         self.full_at = Some(full_at);
         self.scarce_at = self.requests;
         if let Regime::Scarce(_) = self.regime {
@@ -473,7 +473,7 @@ mod tests {
         assert_eq!(physical.choose_regime(960 * MIB), None);
         assert_eq!(physical.choose_regime(980 * MIB), scarce(Scarcity::Limit));
         let calm = |physical: &mut Physical| {
-            (0..CALM_REQUESTS).for_each(|_| physical.large_request(&want(MIB)));
+            (0..CALM_REQUESTS).for_each(|_| physical.count_request(&want(MIB)));
         };
         // Less than twice the margin is left, or too few requests have passed.
         calm(&mut physical);
@@ -481,7 +481,7 @@ mod tests {
         assert_eq!(physical.regime, Regime::Scarce(Scarcity::Limit));
         calm(&mut physical);
         assert_eq!(physical.choose_regime(900 * MIB), Some(Regime::Plentiful));
-        assert_eq!(physical.refused(800 * MIB), scarce(Scarcity::Refused));
+        assert_eq!(physical.note_refusal(800 * MIB), scarce(Scarcity::Refused));
         assert_eq!(physical.choose_regime(790 * MIB), None);
         // The driver reports memory again.
         physical.note_free(Some(10_000 * MIB), 700 * MIB);

@@ -91,7 +91,7 @@ fn claim_layout(heap: &mut Heap, want: &Want, layout: Layout) -> Option<Stitch> 
     // No other call may release the handles, or extend the same view, meanwhile.
     heap.views.segs_under_way += adds.len();
     heap.physical
-        .viewed(adds.iter().map(|(home, _, _)| *home), true);
+        .count_views(adds.iter().map(|(home, _, _)| *home), true);
     if let Some(view) = heap.views.map.get_mut(&site.base) {
         view.calls += 1;
         view.busy = true;
@@ -155,7 +155,7 @@ fn claim_memory(
 /// stitch's additions.
 fn hold_fresh(heap: &mut Heap, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
     let homes = growth::hold_all(heap, fresh, handles);
-    heap.physical.viewed(homes.iter().copied(), true);
+    heap.physical.count_views(homes.iter().copied(), true);
     let made = homes.iter().zip(&fresh.sizes).zip(handles);
     made.map(|((home, bytes), handle)| (*home, *bytes, *handle))
         .collect()
@@ -218,7 +218,7 @@ pub(crate) fn revert(
     }
     let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
     heap.physical
-        .viewed(undone.iter().map(|(home, _, _)| *home), false);
+        .count_views(undone.iter().map(|(home, _, _)| *home), false);
     let kept = heap.physical.mappings(kept);
     if let Some(fresh) = stitch.fresh {
         growth::revert(heap, fresh);

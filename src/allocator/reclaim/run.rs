@@ -70,24 +70,24 @@ impl Engine {
         self.lock()
     }
 
-    /// Completes the work of silent streams. Streams that were silent for long enough start to rest, and the others are
+    /// Completes the work of idle streams. Streams that were idle for long enough start to rest, and the others are
     /// served as if they were alone.
     fn complete_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
-        let silent = heap.streams.silent(stream);
-        if silent.is_empty() {
+        let idle = heap.streams.count_request_and_find_idle(stream);
+        if idle.is_empty() {
             return Ok(heap);
         }
         let mut ours = heap.streams.kept_uncovered();
-        ours.retain(|(kept, _)| silent.contains(kept));
-        if !ours.is_empty() || !heap.streams.all_seen() {
+        ours.retain(|(kept, _)| idle.contains(kept));
+        if !ours.is_empty() || !heap.streams.has_no_markers() {
             (heap, _) = self.unlocked(heap, || {
                 self.cover_all(&ours)?;
-                self.poll_some(|stream| silent.contains(&stream))
+                self.poll_some(|stream| idle.contains(&stream))
             })?;
         }
         let mut rested = false;
-        for stream in silent {
-            rested |= heap.streams.rest_if_due(stream);
+        for stream in idle {
+            rested |= heap.streams.deactivate_if_due(stream);
         }
         if rested {
             heap.streams_changed();
@@ -102,7 +102,7 @@ impl Engine {
         mut heap: Guard<'a>,
         want: &Want,
     ) -> Result<(Guard<'a>, u32, bool), Error> {
-        if heap.streams.woken {
+        if heap.streams.reactivated {
             heap.streams_changed();
         }
         if self.unretired && heap.physical.tuning.waits != Waits::Never {
@@ -116,7 +116,7 @@ impl Engine {
         } else {
             heap.extents.adopt_complete(want.space, want.stream);
         }
-        heap.physical.large_request(want);
+        heap.physical.count_request(want);
         let mut reclaim = Reclaim::new(&self.hooks, self.total_memory);
         let (mut void, mut missed) = (0, false);
         loop {
@@ -182,7 +182,7 @@ impl Engine {
                 Ok((self.lock(), None))
             }
             Step::Poll => {
-                heap.streams.ask_again();
+                heap.streams.reset_backoff();
                 Ok((self.poll_before(heap, want.stream)?, None))
             }
             Step::EmptyCaches => {
@@ -487,7 +487,7 @@ impl Engine {
         }
         heap.stats.retries += 1;
         let full_at = heap.present() + free;
-        reclaim.regime = heap.physical.refused(full_at).or(reclaim.regime);
+        reclaim.regime = heap.physical.note_refusal(full_at).or(reclaim.regime);
         reclaim.refusal = Some(error);
         Ok(())
     }

@@ -55,7 +55,8 @@ impl Streams {
         let cold = extents.records.cold(id);
         let (owner, was_mixed) = (cold.owner, extents.records[id].stream == MIXED);
         // Where memory never changes streams, the owner's tag stays, because pieces merge by it.
-        let keep_owner = extents.space(space).is_some_and(|s| s.merge_own) && !self.rests(owner);
+        let keep_owner =
+            extents.space(space).is_some_and(|s| s.merge_own) && !self.is_inactive(owner);
         let Some(uses) = cold
             .uses
             .without(|u| self.complete(u) && !(keep_owner && u.stream == owner))

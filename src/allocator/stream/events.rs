@@ -13,8 +13,8 @@ use crate::driver::{DriverError, Event};
 
 impl Streams {
     /// Returns spent events to the pools for the next markers of their contexts.
-    pub(crate) fn pool_spent(&mut self) {
-        for (context, event) in self.spent.drain(..) {
+    pub(crate) fn pool_unused_events(&mut self) {
+        for (context, event) in self.unused_events.drain(..) {
             self.events.entry(context).or_default().push(event);
         }
     }
@@ -48,7 +48,7 @@ impl Streams {
             }
             other
         });
-        self.unseen -= gone.len();
+        self.incomplete -= gone.len();
         gone
     }
 

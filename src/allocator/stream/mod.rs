@@ -21,8 +21,8 @@
 mod complete;
 mod events;
 pub(crate) mod finder;
+pub(crate) mod inactive;
 pub(crate) mod poll;
-pub(crate) mod rest;
 pub(crate) mod slot;
 
 use std::collections::{HashMap, VecDeque};
@@ -52,14 +52,14 @@ pub(crate) struct Streams {
     pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
     in_use: usize,
-    /// Number of slots in use that are resting.
-    resting: usize,
-    /// Whether a resting stream has become active, and the spaces have not been updated yet.
-    pub(crate) woken: bool,
+    /// Number of slots in use that are inactive.
+    inactive: usize,
+    /// Whether a inactive stream has become active, and the spaces have not been updated yet.
+    pub(crate) reactivated: bool,
     /// Number of large requests made while there were several streams.
     requests: u64,
-    /// Value of `requests` at which silent streams are searched next.
-    look_at: u64,
+    /// Value of `requests` at which idle streams are searched next.
+    next_search: u64,
     orders: u64,
     /// Streams whose completed ticket has advanced since this was last taken.
     advanced: Vec<u32>,
@@ -71,16 +71,16 @@ pub(crate) struct Streams {
     /// Streams with a full batch whose marker is recorded only when another stream needs it.
     full: Vec<u32>,
     /// Whether batches never wait for a request, because streams may be captured from the start.
-    pub watchful: bool,
+    pub eager_markers: bool,
     /// Whether raw streams may be destroyed without being retired.
     pub unretired: bool,
     /// Number of markers not yet observed complete.
-    pub(crate) unseen: usize,
+    pub(crate) incomplete: usize,
     /// Contexts of streams whose slots were reused. Dropping the last reference to one calls the driver, so it must not
     /// happen under the heap's lock.
     pub former: Vec<Context>,
     /// Events that no marker needs any more, each with its context, on the way to their pool.
-    pub spent: Vec<(u64, Arc<Event>)>,
+    pub unused_events: Vec<(u64, Arc<Event>)>,
     /// Events that may be recorded again, by context.
     pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
     /// Scratch memory for rounds of queries.
@@ -104,12 +104,12 @@ impl Streams {
 
     /// Whether more than one stream may hold or request memory.
     pub(crate) fn several(&self) -> bool {
-        self.in_use - self.resting > 1
+        self.in_use - self.inactive > 1
     }
 
     /// Lists the full batches that needed no marker while there was only one stream.
-    fn second_came(&mut self) {
-        if self.in_use - self.resting == 2 {
+    fn list_deferred_batches(&mut self) {
+        if self.in_use - self.inactive == 2 {
             for stream in self.slots() {
                 self.list_full(stream);
             }
@@ -157,8 +157,8 @@ impl Streams {
             stride: 1,
             eager_batches: EAGER_BATCHES,
             listed: false,
-            resting: false,
-            told_at: self.requests,
+            inactive: false,
+            last_call: self.requests,
         };
         let at = match at {
             Some(at) => {
@@ -172,7 +172,7 @@ impl Streams {
             }
         };
         self.by_key.insert(key, at);
-        self.second_came();
+        self.list_deferred_batches();
         at
     }
 
@@ -199,8 +199,8 @@ impl Streams {
             return false;
         }
         slot.in_use = false;
-        self.resting -= usize::from(std::mem::take(&mut slot.resting));
-        self.unseen -= slot.markers.len();
+        self.inactive -= usize::from(std::mem::take(&mut slot.inactive));
+        self.incomplete -= slot.markers.len();
         slot.markers.clear();
         slot.row = Arc::default();
         self.unlist(stream);
@@ -346,7 +346,7 @@ impl Streams {
         let slot = &mut self.slots[batch.stream as usize];
         // The last marker of a retired stream covers the batch.
         let retired = matches!(slot.holder, Holder::Retired);
-        if batch.bound <= slot.completed || retired || slot.is_left_alone() {
+        if batch.bound <= slot.completed || retired || slot.is_unusable() {
             return Some(event);
         }
         let of_retirement = slot.leaving > 0;
@@ -356,7 +356,7 @@ impl Streams {
             }
             _ => None,
         };
-        self.unseen -= usize::from(earlier.is_some());
+        self.incomplete -= usize::from(earlier.is_some());
         let marker = Marker {
             bound: batch.bound,
             event,
@@ -367,12 +367,12 @@ impl Streams {
         };
         let at = slot.markers.partition_point(|m| m.bound < marker.bound);
         slot.markers.insert(at, marker);
-        self.unseen += 1;
+        self.incomplete += 1;
         earlier.map(|marker| marker.event)
     }
 
     /// Records that the host observed a marker complete, and with it all tickets up to its bound, and everything that
-    /// the stream was ordered behind when it was recorded. Events that are no longer needed are [spent](Self::spent).
+    /// the stream was ordered behind when it was recorded. Events that are no longer needed are [unused](Self::unused_events).
     pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
@@ -388,9 +388,9 @@ impl Streams {
             }
             while slot.markers.front().is_some_and(|m| m.bound <= ticket) {
                 let marker = slot.markers.pop_front();
-                self.unseen -= 1;
+                self.incomplete -= 1;
                 let spent = marker.map(|m| (m.event.context().id(), m.event));
-                self.spent.extend(spent);
+                self.unused_events.extend(spent);
             }
             slot.backoff = 0;
         }
@@ -400,14 +400,14 @@ impl Streams {
         self.completed(batch.stream, batch.bound, &batch.row);
     }
 
-    pub(crate) fn all_seen(&self) -> bool {
-        self.unseen == 0
+    pub(crate) fn has_no_markers(&self) -> bool {
+        self.incomplete == 0
     }
 
     /// Counts a use under the open ticket of a stream. Returns whether the batch should get its marker now.
     #[inline]
     pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
-        self.tell(stream);
+        self.note_call(stream);
         let several = self.several();
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.saturating_add(1);
@@ -417,7 +417,7 @@ impl Streams {
         }
         let waits = slot.eager_batches == 0 && slot.holder.is_lasting();
         // If streams may be capturing, the owner's free records the marker, not a later query of another stream.
-        if waits && !self.watchful && process::is_unwatched() {
+        if waits && !self.eager_markers && process::is_unwatched() {
             self.list_full(stream);
             return false;
         }
@@ -425,14 +425,14 @@ impl Streams {
     }
 
     /// Lists a closed batch again whose marker was not recorded.
-    pub(crate) fn not_covered(&mut self, stream: u32) {
+    pub(crate) fn list_again(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.max(BATCH_FREES);
         self.list_full(stream);
     }
 
     /// Records that a marker of the stream was incomplete when queried.
-    pub(crate) fn was_late(&mut self, stream: u32) {
+    pub(crate) fn note_backlog(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         if slot.markers.len() > FEW_MARKERS {
             slot.eager_batches = EAGER_BATCHES;
@@ -441,7 +441,7 @@ impl Streams {
 
     pub(crate) fn list_full(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
-        let kept = slot.in_use && slot.holder.is_lasting() && !slot.is_left_alone();
+        let kept = slot.in_use && slot.holder.is_lasting() && !slot.is_unusable();
         if kept && !slot.listed && slot.is_full() {
             slot.listed = true;
             self.full.push(stream);
@@ -485,7 +485,7 @@ impl Streams {
         let slots = self.iter();
         slots
             .filter(|(_, slot)| slot.holder.is_lasting() && !slot.covered())
-            .filter(|(_, slot)| !slot.is_left_alone())
+            .filter(|(_, slot)| !slot.is_unusable())
             .map(|(stream, slot)| (stream, slot.key))
             .collect()
     }
@@ -496,7 +496,7 @@ impl Streams {
             .any(|(_, slot)| slot.raw == raw && slot.named && slot.holder.is_lasting())
     }
 
-    pub(crate) fn not_here(&self, raw: usize) -> Error {
+    pub(crate) fn unknown_error(&self, raw: usize) -> Error {
         let same = |slot: &Slot| slot.raw == raw && !matches!(slot.holder, Holder::Retired);
         if is_per_thread(raw) && self.iter().any(|(_, slot)| same(slot)) {
             return Error::Stream(StreamMisuse::WrongThread);
@@ -506,7 +506,7 @@ impl Streams {
 
     /// Returns the streams whose markers are due for a query; `None` if there are none.
     pub(crate) fn due_markers(&mut self, wanted: impl Fn(u32) -> bool) -> Option<Poll> {
-        if self.all_seen() {
+        if self.has_no_markers() {
             return None;
         }
         let mut due = std::mem::take(&mut self.poll);
@@ -528,13 +528,13 @@ impl Streams {
     }
 
     /// Lets the next poll query every stream, even one that was recently not ready.
-    pub(crate) fn ask_again(&mut self) {
+    pub(crate) fn reset_backoff(&mut self) {
         for (_, slot) in self.iter_mut() {
             slot.backoff = 0;
         }
     }
 
-    pub(crate) fn asked(&mut self, outcome: Outcome) {
+    pub(crate) fn apply_outcome(&mut self, outcome: Outcome) {
         if let Some(bound) = outcome.newest {
             self.observed(outcome.stream, bound);
         }
@@ -542,7 +542,7 @@ impl Streams {
         slot.stride = outcome.count.max(1) as u32;
         if outcome.late {
             slot.backoff = BACKOFF;
-            self.was_late(outcome.stream);
+            self.note_backlog(outcome.stream);
         }
     }
 
@@ -554,7 +554,7 @@ impl Streams {
             .filter(|m| m.bound == bound)
             .map(|m| Arc::clone(&m.row));
         self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
-        self.pool_spent();
+        self.pool_unused_events();
     }
 
     /// Returns the use that a free now leaves on a stream.

@@ -145,7 +145,7 @@ impl Poll {
     }
 
     /// Drops the events, because only the heap's own references may return to their pool.
-    pub(crate) fn let_go(&mut self) {
+    pub(crate) fn drop_events(&mut self) {
         self.markers.clear();
     }
 

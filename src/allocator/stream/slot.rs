@@ -94,7 +94,7 @@ impl Holder {
     }
 
     /// Waits until no call uses a stream of the caller any more. No copies of this holder's token are made now.
-    pub(crate) fn let_go(self) {
+    pub(crate) fn wait_unused(self) {
         let (Holder::Foreign(mut token) | Holder::Adopted(mut token)) = self else {
             return;
         };
@@ -150,23 +150,23 @@ pub(crate) struct Slot {
     pub(crate) eager_batches: u32,
     /// Whether the stream is listed in `full`.
     pub(crate) listed: bool,
-    /// Whether the stream rests: the heap has no pending memory of it, and calls do not name it. The others behave as
+    /// Whether the stream is inactive: the heap has no pending memory of it, and calls do not name it. The others behave as
     /// if it did not exist. Its stream caches stay in use.
-    pub(crate) resting: bool,
+    pub(crate) inactive: bool,
     /// Number of large requests, of all streams, at the last call for the stream.
-    pub(crate) told_at: u64,
+    pub(crate) last_call: u64,
 }
 
 impl Slot {
     /// Whether no marker may be recorded on a stream that is still in use: its context is distrusted, and no retirement
     /// in progress guarantees that its handle is valid.
-    pub(crate) fn is_left_alone(&self) -> bool {
+    pub(crate) fn is_unusable(&self) -> bool {
         self.distrusted.is_some() && self.leaving == 0
     }
 
     /// Whether the stream's owner may have destroyed it by now, unless the current call names it.
     #[inline]
-    pub(crate) fn may_be_gone(&self) -> bool {
+    pub(crate) fn may_be_destroyed(&self) -> bool {
         self.unretired && self.raw > 2 && matches!(self.holder, Holder::Foreign(_))
     }
 
@@ -194,7 +194,7 @@ impl Slot {
         let bound = self
             .newest()
             .map_or(self.completed, |m| m.bound.max(self.completed));
-        self.may_be_gone() && (self.is_full() || bound + 1 < self.open)
+        self.may_be_destroyed() && (self.is_full() || bound + 1 < self.open)
     }
 
     /// Returns the newest marker that may be waited for.
@@ -215,22 +215,22 @@ impl Slot {
     }
 
     /// Whether a call that does not name the stream may use its handle.
-    fn may_be_asked(&self) -> bool {
+    fn may_be_queried(&self) -> bool {
         let retired = matches!(self.holder, Holder::Retired);
-        !retired && self.distrusted.is_none() && !self.may_be_gone()
+        !retired && self.distrusted.is_none() && !self.may_be_destroyed()
     }
 
     /// Returns the handle if it suffices to query whether the stream is capturing; otherwise 0.
-    pub(crate) fn handle_to_ask(&self) -> usize {
+    pub(crate) fn handle_to_query(&self) -> usize {
         // A query of a default stream needs its context.
-        let ask = self.raw > 2 && self.may_be_asked();
+        let ask = self.raw > 2 && self.may_be_queried();
         if ask { self.raw } else { 0 }
     }
 
     /// Returns the handle if it identifies this stream until the stream is retired; otherwise 0.
     pub(crate) fn lasting_handle(&self) -> usize {
         if self.holder.is_lasting() {
-            self.handle_to_ask()
+            self.handle_to_query()
         } else {
             0
         }
@@ -239,7 +239,7 @@ impl Slot {
     /// Returns the stream, if a free may query whether it is capturing.
     pub(crate) fn suspect(&self) -> Option<Suspect> {
         // The per-thread handle would query the calling thread's stream.
-        let ask = !is_per_thread(self.raw) && self.may_be_asked();
+        let ask = !is_per_thread(self.raw) && self.may_be_queried();
         ask.then(|| Suspect {
             key: self.key,
             raw: self.raw,
@@ -250,7 +250,7 @@ impl Slot {
     }
 
     /// Whether the stream has nothing left that others would have to wait for.
-    pub(crate) fn has_nothing_left(&self) -> bool {
+    pub(crate) fn has_no_work(&self) -> bool {
         let quiet = self.calls == 0 && self.leaving == 0 && self.markers.is_empty();
         quiet && self.open_uses == 0 && self.completed + 1 >= self.open
     }

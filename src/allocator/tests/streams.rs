@@ -84,10 +84,10 @@ fn large_requests(rig: &Rig, stream: &Stream, count: usize) -> Outcome {
     Ok(())
 }
 
-/// A stream that is silent for long, with all work complete, rests: the other stream is served as if it had always been
+/// A stream that is idle for long, with all work complete, is inactive: the other stream is served as if it had always been
 /// alone, until the stream is named again or memory of it is freed.
 #[test]
-fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
+fn an_idle_stream_is_inactive_until_a_call_names_it() -> Outcome {
     for frees in [false, true] {
         let rig = Rig::new(packed())?;
         let [a, b] = rig.streams()?;
@@ -131,7 +131,7 @@ fn a_silent_stream_rests_until_it_is_spoken_of() -> Outcome {
     Ok(())
 }
 
-/// A stream with a live block is retired while it rests: its memory serves others once its last marker is complete.
+/// A stream with a live block is retired while it is inactive: its memory serves others once its last marker is complete.
 #[test]
 fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -140,7 +140,7 @@ fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     let at = kept.ptr();
     large_requests(&rig, &a, 1200)?;
     let (slot, _) = slot_of(&rig, &b)?;
-    assert!(rig.allocator.engine().lock().streams.rests(slot));
+    assert!(rig.allocator.engine().lock().streams.is_inactive(slot));
     rig.sim.set_mode(Mode::Manual);
     rig.write(at, 24 * MIB, &b)?;
     rig.allocator.retire(&b)?;
@@ -152,10 +152,10 @@ fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     rig.end()
 }
 
-/// A silent stream's open batch is completed without a request of that stream, and its pieces become available to all
-/// streams.
+/// The open batch of an idle stream is completed without a request of that stream, and its pieces become available to
+/// all streams.
 #[test]
-fn what_a_silent_stream_left_is_everybodys() -> Outcome {
+fn work_of_an_idle_stream_becomes_available_to_all() -> Outcome {
     let rig = Rig::new(packed())?;
     let [a, b] = rig.streams()?;
     drop(rig.allocator.allocate(512 * KIB, &b)?);
@@ -167,7 +167,7 @@ fn what_a_silent_stream_left_is_everybodys() -> Outcome {
     large_requests(&rig, &a, 256)?;
     assert!(covered());
     let heap = rig.allocator.engine().lock();
-    assert!(heap.streams.several() && !heap.streams.rests(slot));
+    assert!(heap.streams.several() && !heap.streams.is_inactive(slot));
     let large = heap.extents.large.index(slot);
     assert!(large.is_none_or(|pieces| pieces.is_empty()));
     drop(heap);
@@ -181,17 +181,17 @@ fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
     assert!(!streams.count_use(b, 1));
-    assert!(!streams.rest(b) && streams.several());
+    assert!(!streams.deactivate(b) && streams.several());
     let batch = streams.close_batch(b);
-    assert!(!streams.rest(b));
+    assert!(!streams.deactivate(b));
     streams.batch_complete(&batch);
-    assert!(streams.rest(b) && !streams.several() && streams.rests(b));
-    assert!(!streams.rest(b));
-    streams.tell(a);
-    assert!(!streams.several() && !streams.woken);
-    streams.tell(b);
-    assert!(streams.several() && streams.woken);
-    assert!(streams.rest(b));
+    assert!(streams.deactivate(b) && !streams.several() && streams.is_inactive(b));
+    assert!(!streams.deactivate(b));
+    streams.note_call(a);
+    assert!(!streams.several() && !streams.reactivated);
+    streams.note_call(b);
+    assert!(streams.several() && streams.reactivated);
+    assert!(streams.deactivate(b));
     streams[b].holder = Holder::Retired;
     assert!(streams.recycle(b));
     assert_eq!((streams.len(), streams.several()), (1, false));
@@ -242,7 +242,7 @@ fn d6_the_event_in_place_of_all_markers_covers_what_they_did() -> Outcome {
     assert!(streams[a].covered() && streams.is_covered(&last));
     assert_eq!(streams[a].markers[0].row[..], [0, 3]);
     streams.completed(a, last.ticket, &[]);
-    assert!(streams.all_seen());
+    assert!(streams.has_no_markers());
     rig.end()
 }
 
@@ -501,7 +501,7 @@ fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
     let large = allocator.allocate(4 * MIB, &b)?;
     let (slot, _) = slot_of(&rig, &b)?;
     drop((small, large));
-    allocator.engine().context_gone(&there);
+    allocator.engine().end_context(&there);
     {
         let heap = allocator.engine().lock();
         assert_eq!(heap.caches.pages_of(slot), 0);

@@ -195,7 +195,7 @@ fn a_taken_extent_is_no_block_yet() -> Outcome {
         check(&heap)?;
         assert_eq!(heap.stats.all.allocations.current, live);
         let cache = heap.cache_of(stream);
-        let grant = heap.granted(id, stream, want.requested, cache);
+        let grant = heap.grant(id, stream, want.requested, cache);
         check(&heap)?;
         assert_eq!(heap.stats.all.allocations.current, live + 1);
         let id = grant.place.record().ok_or("no record")?;

@@ -104,7 +104,7 @@ impl Views {
     ) {
         self.segs_under_way -= view.mappings.len();
         let homes = view.mappings.iter().map(|mapping| mapping.home);
-        physical.viewed(homes, false);
+        physical.count_views(homes, false);
         extents.range_freed(view.range);
     }
 

@@ -257,7 +257,7 @@ impl StreamCache {
     }
 
     /// Waits until no free queries the stream any more. No new query begins.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn wait_unused(&self) {
         let mut round = 0;
         while self.lock().asking > 0 {
             pause(round);
