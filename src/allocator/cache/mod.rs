@@ -50,7 +50,7 @@ pub(crate) struct StreamCaches {
     pub legacy: Option<u64>,
     /// Number of threads that can run concurrently.
     pub threads: usize,
-    /// Sorted by rank.
+    /// All stream caches, by rank.
     pub(crate) all: Vec<&'static StreamCache>,
     /// By slot of their stream.
     by_stream: Vec<Vec<&'static StreamCache>>,
@@ -115,11 +115,6 @@ impl StreamCaches {
             reused: Amounts::default(),
             pending_peak: 0,
         }
-    }
-
-    /// Returns all stream caches, by rank.
-    pub(crate) fn all(&self) -> &[&'static StreamCache] {
-        &self.all
     }
 
     /// Returns the stream caches of a stream, from which its small blocks come.
@@ -275,7 +270,7 @@ impl StreamCaches {
     /// Returns what the heap counts for free blocks in large-block caches.
     pub(crate) fn idle_in_large_caches(&self) -> Amounts {
         let mut held = Amounts::default();
-        for cache in self.all() {
+        for cache in &self.all {
             held += cache.lock().large_cache.held();
         }
         held

@@ -143,4 +143,11 @@ impl StreamCaches {
         }
         any
     }
+
+    /// Closes the open batches of blocks that a stream used, in all stream caches.
+    pub(crate) fn close_batches_of(&mut self, streams: &mut Streams, stream: u32) {
+        for cache in self.all.clone() {
+            self.close_batches(streams, cache, Some(stream), &mut AfterFree::default());
+        }
+    }
 }

@@ -421,7 +421,7 @@ impl Engine {
             }
             if !asked {
                 drop(heap);
-                self.ask_device();
+                self.query_device();
                 asked = true;
                 continue;
             }

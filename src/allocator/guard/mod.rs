@@ -36,7 +36,7 @@ pub(crate) struct Guards {
     blocks: HashMap<u32, Guarded>,
     small: HashMap<u64, GuardedSmall>,
     /// Bytes of freed blocks.
-    pub(crate) bytes: u64,
+    pub bytes: u64,
 }
 
 #[derive(Debug, Default)]
@@ -58,11 +58,6 @@ impl Guards {
     #[inline]
     pub(crate) fn any(&self) -> bool {
         !self.blocks.is_empty()
-    }
-
-    /// Returns the bytes of freed blocks that guards keep.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Returns the freed small blocks that guards keep.

@@ -2,10 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::allocator::cache::stream_cache::{CachedBlock, StreamCache};
+use crate::allocator::cache::stream_cache::{CachedBlock, LargeCache, StreamCache};
+use crate::allocator::extent::record::SpaceId;
 use crate::allocator::heap::Heap;
 
 impl Heap {
+    /// Puts a block into the large-block cache of its stream cache, if that serves requests without the heap. Returns
+    /// whether it did.
     #[inline(never)]
     pub(crate) fn put_in_cache(&mut self, id: u32, cache: &'static StreamCache) -> bool {
         let (hot, cold) = (self.extents.records[id], self.extents.records.cold(id));
@@ -65,8 +68,7 @@ impl Heap {
         let less = block.counted - block.requested;
         let cold = self.extents.records.cold_mut(block.id);
         (cold.requested, cold.origin) = (block.requested, block.origin);
-        let small = self.extents.records[block.id].space
-            != crate::allocator::extent::record::SpaceId::Large;
+        let small = self.extents.records[block.id].space != SpaceId::Large;
         self.stats.on_pool(small, |pool| pool.requested.sub(less));
     }
 
@@ -122,40 +124,42 @@ impl Heap {
 
     /// Frees the free blocks in all large-block caches; true if there were any.
     pub(crate) fn empty_large_caches(&mut self) -> bool {
-        let mut any = false;
-        if !self.caches.have_large() {
-            return any;
-        }
-        for at in 0..self.caches.all().len() {
-            any |= self.empty_large_cache(self.caches.all()[at]);
-        }
-        any
+        let caches = if self.caches.have_large() {
+            self.caches.all.len()
+        } else {
+            0
+        };
+        (0..caches).fold(false, |any, at| {
+            self.empty_large_cache(self.caches.all[at]) | any
+        })
     }
 
     /// Frees the free blocks in one large-block cache; true if there were any.
     pub(crate) fn empty_large_cache(&mut self, cache: &'static StreamCache) -> bool {
+        self.drain_large_cache(cache, LargeCache::remove_idle)
+    }
+
+    /// Removes all blocks from all large-block caches, so that the heap's records of them are exact.
+    pub(crate) fn clear_large_caches(&mut self) {
+        for at in 0..self.caches.all.len() {
+            self.drain_large_cache(self.caches.all[at], LargeCache::remove_any);
+        }
+    }
+
+    /// Removes blocks from one large-block cache until `remove` finds none; true if there were any.
+    fn drain_large_cache(
+        &mut self,
+        cache: &'static StreamCache,
+        remove: impl Fn(&mut LargeCache) -> Option<CachedBlock>,
+    ) -> bool {
         let mut any = false;
         loop {
-            let block = cache.lock().large_cache.remove_idle();
+            let block = remove(&mut cache.lock().large_cache);
             let Some(block) = block else {
                 return any;
             };
             any = true;
             self.apply_removal(block);
-        }
-    }
-
-    /// Removes all blocks from all large-block caches, so that the heap's records of them are exact.
-    pub(crate) fn clear_large_caches(&mut self) {
-        for at in 0..self.caches.all().len() {
-            let cache = self.caches.all()[at];
-            loop {
-                let block = cache.lock().large_cache.remove_any();
-                let Some(block) = block else {
-                    break;
-                };
-                self.apply_removal(block);
-            }
         }
     }
 }

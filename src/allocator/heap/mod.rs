@@ -116,15 +116,14 @@ impl Heap {
         self.held() + self.graphs.held
     }
 
-    /// Returns the bytes that may still be obtained from the driver.
-    pub(crate) fn room(&self) -> u64 {
-        self.physical.room(self.present() + self.suspended.coming)
+    /// Returns the bytes that count towards the limit: those present, and those that a resume in progress will take.
+    pub(crate) fn counted(&self) -> u64 {
+        self.present() + self.suspended.coming
     }
 
-    /// Returns the bytes that the limit by itself still allows.
-    pub(crate) fn room_below_limit(&self) -> u64 {
-        let held = self.present() + self.suspended.coming;
-        self.physical.limit.unwrap_or(u64::MAX).saturating_sub(held)
+    /// Returns the bytes that may still be obtained from the driver.
+    pub(crate) fn room(&self) -> u64 {
+        self.physical.room(self.counted())
     }
 
     /// Returns the bytes that growth should not exceed while another step can serve the request.
@@ -188,15 +187,6 @@ impl Heap {
             granules += pending.map(|piece| u64::from(piece.granules)).sum::<u64>();
         }
         self.peak_active = self.peak_active.max(live + granules * GRANULE);
-    }
-
-    /// Reverts the peak of active bytes after a failed request, unless other requests have raised it since.
-    pub(crate) fn withdraw_active(&mut self, noted: Option<(u64, u64)>) {
-        if let Some((before, with)) = noted
-            && self.peak_active == with
-        {
-            self.peak_active = before;
-        }
     }
 
     /// Returns the requested bytes of live blocks; small ones as of the last update.
@@ -329,7 +319,8 @@ impl Heap {
         let space = hot.space;
         hot.generation = hot.generation.wrapping_add(1);
         self.frees += 1;
-        self.note_peak();
+        // A peak is always followed by a free.
+        self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
         let cold = self.extents.records.cold_mut(id);
         cold.freed = self.frees;
         let requested = cold.requested;
@@ -431,7 +422,8 @@ impl Heap {
         slot.open_uses = slot.open_uses.saturating_add(1);
         slot.open_bytes += bytes;
         self.frees += 1;
-        self.note_peak();
+        // A peak is always followed by a free.
+        self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
         self.extents.records[id].generation = generation.wrapping_add(1);
         self.extents.lookup.remove(addr);
         self.caches.predictor.freed(id, granules);
@@ -442,12 +434,6 @@ impl Heap {
             .large
             .release_own(&mut self.extents.records, id, last, freed);
         true
-    }
-
-    /// Updates the recent peak before a block is freed.
-    #[inline(always)]
-    pub(crate) fn note_peak(&mut self) {
-        self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
     }
 
     /// Returns the last uses of a block that other streams used, and that already counts as free.

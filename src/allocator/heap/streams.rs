@@ -7,7 +7,7 @@ use crate::allocator::extent::record::{MIXED, SpaceId};
 use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::MANY_STREAMS;
-use crate::allocator::stream::slot::{AfterFree, Holder, StreamKey};
+use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::locks::thread_id::ThreadId;
 
 /// Maximum number of pieces that a call completes while it has memory for its request.
@@ -115,7 +115,7 @@ impl Heap {
 
     /// Removes completed uses from some pieces of the streams that have advanced since all of their pieces were last
     /// processed. A larger number would delay the call that observes the completion; a request that finds no memory
-    /// processes the rest, see [`Streams::have_advanced`](crate::allocator::stream::Streams).
+    /// processes the rest, see [`advanced`](crate::allocator::stream::Streams::advanced).
     pub(crate) fn complete_advanced(&mut self) {
         let advanced = self.streams.take_advanced();
         let all = self.complete_streams(&advanced, PIECES_PER_CALL);
@@ -198,14 +198,7 @@ impl Heap {
     /// Makes the next marker of a stream cover everything that the stream may still access: live blocks, and memory
     /// freed inside its pages, which no batch counts.
     pub(crate) fn prepare_last_marker(&mut self, stream: u32) {
-        for cache in self.caches.all().to_vec() {
-            self.caches.close_batches(
-                &mut self.streams,
-                cache,
-                Some(stream),
-                &mut AfterFree::default(),
-            );
-        }
+        self.caches.close_batches_of(&mut self.streams, stream);
         self.flush_caches_of(stream);
         let busy = self.caches.uses_of(stream) > 0;
         let slot = &mut self.streams[stream];
@@ -278,14 +271,7 @@ impl Heap {
             self.streams.forget_key(stream);
             self.caches.set_fast(stream, false);
             self.caches.stop_queries(stream);
-            for cache in self.caches.all().to_vec() {
-                self.caches.close_batches(
-                    &mut self.streams,
-                    cache,
-                    Some(stream),
-                    &mut AfterFree::default(),
-                );
-            }
+            self.caches.close_batches_of(&mut self.streams, stream);
             self.flush_caches_of(stream);
             // All work so far is under tickets below the open one.
             drop(self.caches.close_batch(&mut self.streams, stream));

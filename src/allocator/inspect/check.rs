@@ -118,7 +118,7 @@ fn check_space(heap: &Heap, space: &Space, sums: &mut Sums) -> Result<(), Error>
                         sums.mixed[usize::from(space.id == SpaceId::Large)] += hot.bytes();
                     }
                     if let [only] = cold.uses.as_slice() {
-                        let looked_at = !heap.streams.has_advanced(only.stream);
+                        let looked_at = !heap.streams.advanced.contains(&only.stream);
                         holds(
                             "complete memory that was looked at is in no stream's class",
                             space.merge_own || !looked_at || !heap.streams.complete(only),

@@ -82,7 +82,7 @@ pub(crate) fn check_stream_caches(heap: &Heap, pages_known: u64) -> Result<(), E
     same(
         "every stream cache has a stream",
         caches,
-        heap.caches.all().len(),
+        heap.caches.all.len(),
     )?;
     same("every page has a stream cache", pages_known, pages)
 }
@@ -90,7 +90,7 @@ pub(crate) fn check_stream_caches(heap: &Heap, pages_known: u64) -> Result<(), E
 /// Checks that the heap knows exactly the blocks that are in large-block caches.
 pub(crate) fn check_large_caches(heap: &Heap) -> Result<(), Error> {
     let mut known = 0u64;
-    for cache in heap.caches.all() {
+    for cache in &heap.caches.all {
         let inner = cache.lock();
         inner.large_cache.check()?;
         for block in inner.large_cache.blocks() {

@@ -23,7 +23,7 @@ fn packing(heap: &Heap) -> Packing {
         view_maps: heap.views.view_maps() as u64,
         view_bytes: view_granules * GRANULE,
         view_live: heap.views.aliased_bytes,
-        guarded: heap.guards.bytes(),
+        guarded: heap.guards.bytes,
         last_growth: heap.physical.last_growth,
         self_test: heap.views.self_test,
     }

@@ -79,7 +79,7 @@ pub(crate) fn holders(heap: &Heap) -> Vec<Holder> {
 }
 
 fn add_small(heap: &Heap, sums: &mut Sums) {
-    for cache in heap.caches.all() {
+    for cache in &heap.caches.all {
         let inner = cache.lock();
         let stream = heap.streams[inner.slot].key.number();
         for (bytes, names) in inner.runs.live_blocks() {

@@ -40,7 +40,7 @@ pub(crate) fn out_of_memory_in_pool(
         ready,
         waiting,
         kept: kept(heap, Some(request.pool)).saturating_sub(ready + waiting),
-        counted: heap.present() + heap.suspended.coming,
+        counted: heap.counted(),
         coming: heap.suspended.coming,
         ..Shortage::default()
     };
@@ -54,7 +54,7 @@ pub(crate) fn short_of(heap: &mut Heap, bytes: u64) -> OutOfMemory {
         growth: bytes,
         needed: bytes,
         kept: kept(heap, None) - absent,
-        counted: heap.present() - absent + heap.suspended.coming,
+        counted: heap.counted() - absent,
         coming: heap.suspended.coming,
         ..Shortage::default()
     };
@@ -170,7 +170,7 @@ fn shortage(heap: &Heap, want: &Want) -> Shortage {
         fits_pending: !want.in_one_handle() && fits && !pending_bytes(heap).is_empty(),
         kept: kept(heap, None),
         fits_guarded: !fits && has_run(heap, want, true),
-        counted: heap.present() + heap.suspended.coming,
+        counted: heap.counted(),
         coming: heap.suspended.coming,
     }
 }
@@ -188,7 +188,7 @@ fn picture(heap: &mut Heap, requested: u64, shortage: Shortage) -> OutOfMemory {
         largest_free: largest.max().unwrap_or(0),
         largest_run: heap.extents.largest_run(),
         in_views: heap.views.aliased_bytes,
-        guarded: heap.guards.bytes(),
+        guarded: heap.guards.bytes,
         suspended: absent(heap),
         graph_pools: heap.graphs.held,
         in_graph_pools: present_arenas(heap)

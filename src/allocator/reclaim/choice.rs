@@ -56,7 +56,7 @@ pub(crate) struct Reclaim<'a> {
     pub views: bool,
     pub stage: Stage,
     /// Whether a stitch was refused; no other is tried until more memory may be available for it.
-    pub unstitched: bool,
+    pub no_stitch: bool,
     /// Whether memory was created for a stitch.
     pub supplied: bool,
     /// Whether memory left behind by earlier failures was retried.
@@ -66,9 +66,9 @@ pub(crate) struct Reclaim<'a> {
     /// Whether all streams with markers were polled.
     pub polled: bool,
     /// Whether the free memory of the device was queried.
-    pub asked: bool,
+    pub device_queried: bool,
     /// The driver's refusal of address space for the request, if any: then only existing memory may serve it.
-    pub cramped: Option<DriverError>,
+    pub no_addresses: Option<DriverError>,
     /// The driver's refusal of memory in this reclaim.
     pub refusal: Option<DriverError>,
     pub last_resort: LastResort,
@@ -90,7 +90,7 @@ pub(crate) enum Step {
     Stitch(Box<Stitch>),
     Evict(Vec<u64>),
     /// Unmaps idle views to free their addresses.
-    MakeWay(Vec<u64>),
+    FreeAddresses(Vec<u64>),
     /// Reserves a number of bytes of address space.
     Reserve(SpaceId, u64),
     Grow(Growth),
@@ -110,7 +110,7 @@ pub(crate) enum Step {
     /// Records a marker on the requesting stream, which has this key.
     Mark(StreamKey),
     /// Queries the free memory of the device.
-    AskDevice,
+    QueryDevice,
     /// Waits on the host for the marker of a stream up to a bound.
     HostWait(u32, u64, Arc<Event>),
     /// Calls a hook to free a number of bytes.
@@ -148,13 +148,13 @@ impl<'a> Reclaim<'a> {
             total_memory,
             views: false,
             stage: Stage::Fit,
-            unstitched: false,
+            no_stitch: false,
             supplied: false,
             retried: false,
             marked: false,
             polled: false,
-            asked: false,
-            cramped: None,
+            device_queried: false,
+            no_addresses: None,
             refusal: None,
             last_resort: LastResort::Hooks(None),
             regime: None,
@@ -179,8 +179,8 @@ impl<'a> Reclaim<'a> {
 
     /// Returns the driver error that an out-of-memory error names.
     pub(crate) fn cause(&self, heap: &Heap, want: &Want) -> Option<DriverError> {
-        if self.cramped.is_some() && growth::missing(heap, want).is_none() {
-            return self.cramped;
+        if self.no_addresses.is_some() && growth::missing(heap, want).is_none() {
+            return self.no_addresses;
         }
         self.refusal.or(self.failure)
     }
@@ -196,15 +196,15 @@ impl<'a> Reclaim<'a> {
     }
 
     /// Resets the cursor after memory has become complete: pages may be whole, views idle, and handles free to stitch.
-    pub(crate) fn begin_again(&mut self) {
+    pub(crate) fn restart(&mut self) {
         self.stage = Stage::Fit;
-        self.unstitched = false;
-        self.asked = false;
+        self.no_stitch = false;
+        self.device_queried = false;
     }
 
     /// Gives up stitching after the driver had no memory or addresses for a view. Growth remains possible.
-    pub(crate) fn give_up_stitch(&mut self, error: DriverError) {
-        self.unstitched = true;
+    pub(crate) fn abandon_stitch(&mut self, error: DriverError) {
+        self.no_stitch = true;
         self.failure = Some(error);
     }
 
@@ -216,7 +216,7 @@ impl<'a> Reclaim<'a> {
         {
             return Step::Take(run);
         }
-        if heap.streams.have_advanced() {
+        if !heap.streams.advanced.is_empty() {
             return Step::Complete;
         }
         if self.is_beyond(heap, want) {
@@ -228,14 +228,14 @@ impl<'a> Reclaim<'a> {
         }
         if self.stage < Stage::CachesEmptied {
             self.stage = Stage::CachesEmptied;
-            if heap.caches.have_large() || heap.streams.full().contains(&want.stream) {
+            if heap.caches.have_large() || heap.streams.full.contains(&want.stream) {
                 return Step::EmptyCaches;
             }
         }
         if want.in_one_handle() {
             return self.choose_handle(heap, want);
         }
-        if self.cramped.is_none() && growth::lacks_addresses(heap, want) {
+        if self.no_addresses.is_none() && growth::lacks_addresses(heap, want) {
             return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
         }
         let mut open = None;
@@ -244,7 +244,7 @@ impl<'a> Reclaim<'a> {
         {
             return Step::View(run);
         }
-        if let Some(step) = self.ask_device(heap) {
+        if let Some(step) = self.query_device(heap) {
             return step;
         }
         self.choose_regime(heap, want);
@@ -253,7 +253,7 @@ impl<'a> Reclaim<'a> {
             return Step::Grow(growth);
         }
         let waits = heap.physical.tuning.waits;
-        let stitches = self.stitches(want) && !self.unstitched;
+        let stitches = self.stitches(want) && !self.no_stitch;
         let first = waits == Waits::Always;
         if !first && let Some(step) = self.poll(heap) {
             return step;
@@ -288,7 +288,7 @@ impl<'a> Reclaim<'a> {
     /// Decides whether memory is scarce for a request that no ready memory serves, and counts the active bytes for it.
     fn choose_regime(&mut self, heap: &mut Heap, want: &Want) {
         let missing = growth::missing(heap, want).unwrap_or(0);
-        let held = heap.present() + heap.suspended.coming + missing;
+        let held = heap.counted() + missing;
         self.regime = heap.physical.choose_regime(held).or(self.regime);
         // With `waits=always`, memory pending on other streams serves the request after a wait.
         if heap.physical.regime == Regime::Plentiful
@@ -311,28 +311,29 @@ impl<'a> Reclaim<'a> {
     }
 
     /// Queries the free memory of the device, once before a growth that the limit allows.
-    fn ask_device(&mut self, heap: &Heap) -> Option<Step> {
-        if self.asked || heap.room_below_limit() < PHYSICAL_GRANULE {
+    fn query_device(&mut self, heap: &Heap) -> Option<Step> {
+        let below = heap.physical.limit.unwrap_or(u64::MAX);
+        if self.device_queried || below.saturating_sub(heap.counted()) < PHYSICAL_GRANULE {
             return None;
         }
-        self.asked = true;
-        Some(Step::AskDevice)
+        self.device_queried = true;
+        Some(Step::QueryDevice)
     }
 
     /// Queries the device, once per reclaim, if the earlier answer leaves no room: other processes may have freed
     /// memory.
-    fn ask_again(&mut self, heap: &Heap) -> Option<Step> {
-        if self.asked || self.refusal.is_some() {
+    fn query_device_again(&mut self, heap: &Heap) -> Option<Step> {
+        if self.device_queried || self.refusal.is_some() {
             return None;
         }
         heap.physical.full_at?;
-        self.asked = true;
-        Some(Step::AskDevice)
+        self.device_queried = true;
+        Some(Step::QueryDevice)
     }
 
     /// Chooses the steps of the classic policy before room is made.
     fn choose_classic(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if let Some(step) = self.ask_device(heap) {
+        if let Some(step) = self.query_device(heap) {
             return step;
         }
         if let Some(fresh) = growth::plan_segment(heap, want) {
@@ -354,10 +355,10 @@ impl<'a> Reclaim<'a> {
         }
         let bytes = want.handle_bytes();
         let hole = growth::hole_for_handle(heap, want);
-        if hole.is_none() && self.cramped.is_none() {
+        if hole.is_none() && self.no_addresses.is_none() {
             return Step::Reserve(want.space, bytes);
         }
-        if let Some(step) = self.ask_device(heap) {
+        if let Some(step) = self.query_device(heap) {
             return step;
         }
         self.choose_regime(heap, want);
@@ -401,7 +402,7 @@ impl<'a> Reclaim<'a> {
             return None;
         }
         if waits == Waits::Scarce
-            && let Some(step) = self.poll(heap).or_else(|| self.ask_again(heap))
+            && let Some(step) = self.poll(heap).or_else(|| self.query_device_again(heap))
         {
             return Some(step);
         }
@@ -447,7 +448,7 @@ impl<'a> Reclaim<'a> {
             if heap.extents.view_addresses().saturating_add(bytes) > most {
                 let idle = heap.views.idle_addresses(&heap.streams, bytes);
                 if !idle.is_empty() {
-                    return Some(Step::MakeWay(idle));
+                    return Some(Step::FreeAddresses(idle));
                 }
             }
             return Some(Step::Reserve(SpaceId::Views, bytes));
@@ -460,7 +461,7 @@ impl<'a> Reclaim<'a> {
     /// Obtains what a stitch lacks from the driver, if the limit leaves room for it or the other arena releases as
     /// much.
     fn supply_stitch(&mut self, heap: &mut Heap, want: &Want) -> Option<Step> {
-        if !self.views_for(want) || self.unstitched {
+        if !self.views_for(want) || self.no_stitch {
             return None;
         }
         let lacking = stitch::lacking(heap, want)?;
@@ -499,8 +500,8 @@ impl<'a> Reclaim<'a> {
         }
         heap.stats.reclaim.released += 1;
         // The driver may now have memory that it refused before.
-        self.unstitched = false;
-        self.asked = false;
+        self.no_stitch = false;
+        self.device_queried = false;
         Some(Step::Release(plan))
     }
 
@@ -515,7 +516,7 @@ impl<'a> Reclaim<'a> {
             return Step::Retry;
         }
         let waits = heap.physical.tuning.waits != Waits::Never;
-        if self.views_for(want) && !self.stitches(want) && !self.unstitched {
+        if self.views_for(want) && !self.stitches(want) && !self.no_stitch {
             let mut open = None;
             // At the limit saving memory has priority, even for requests that would not be worth a view otherwise.
             if let Some(step) = ready_in_view(heap, want, &mut open)
@@ -539,7 +540,7 @@ impl<'a> Reclaim<'a> {
             {
                 return step;
             }
-        } else if self.cramped.is_some() {
+        } else if self.no_addresses.is_some() {
             // Released memory leaves longer holes.
             if let Some(step) = self.evict(heap) {
                 return step;
@@ -552,10 +553,10 @@ impl<'a> Reclaim<'a> {
         if !self.marked && !heap.streams[want.stream].covered() {
             self.marked = true;
             // The stream may be idle, and then all memory freed on it is complete.
-            self.begin_again();
+            self.restart();
             return Step::Mark(heap.streams[want.stream].key);
         }
-        if let Some(step) = self.poll(heap).or_else(|| self.ask_again(heap)) {
+        if let Some(step) = self.poll(heap).or_else(|| self.query_device_again(heap)) {
             return step;
         }
         let oldest = heap
@@ -568,14 +569,14 @@ impl<'a> Reclaim<'a> {
         if let Some((_, stream, marker)) = oldest {
             let wait = Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
             heap.stats.reclaim.host_waits += 1;
-            self.begin_again();
+            self.restart();
             return wait;
         }
         if let Some(hook) = self.next_hook() {
             let missing = growth::missing(heap, want);
             let missing = missing.unwrap_or(u64::from(want.span()) * GRANULE);
             heap.stats.reclaim.hooks += 1;
-            self.begin_again();
+            self.restart();
             // Memory that a hook frees may need a marker itself.
             self.marked = false;
             return Step::Hook(hook, missing.saturating_sub(heap.room()));
@@ -585,7 +586,7 @@ impl<'a> Reclaim<'a> {
         if waits && asked && slots.any(Slot::needs_context_wait) {
             heap.stats.reclaim.synchronised += 1;
             self.last_resort = LastResort::Synchronised;
-            self.begin_again();
+            self.restart();
             return Step::Synchronise;
         }
         Step::Fail

@@ -70,9 +70,13 @@ impl Engine {
         self.lock()
     }
 
-    /// Completes the work of idle streams. Streams that were idle for long enough start to rest, and the others are
-    /// served as if they were alone.
-    fn complete_others<'a>(&'a self, mut heap: Guard<'a>, stream: u32) -> Result<Guard<'a>, Error> {
+    /// Completes the work of idle streams. Streams that were idle for long enough become inactive, and the others
+    /// are served as if they were alone.
+    fn complete_idle_streams<'a>(
+        &'a self,
+        mut heap: Guard<'a>,
+        stream: u32,
+    ) -> Result<Guard<'a>, Error> {
         let idle = heap.streams.count_request_and_find_idle(stream);
         if idle.is_empty() {
             return Ok(heap);
@@ -85,11 +89,11 @@ impl Engine {
                 self.poll_some(|stream| idle.contains(&stream))
             })?;
         }
-        let mut rested = false;
+        let mut changed = false;
         for stream in idle {
-            rested |= heap.streams.deactivate_if_due(stream);
+            changed |= heap.streams.deactivate_if_due(stream);
         }
-        if rested {
+        if changed {
             heap.streams_changed();
         }
         Ok(heap)
@@ -109,7 +113,7 @@ impl Engine {
             (heap, ()) = self.unlocked(heap, || self.wait_for_unretired())?;
         }
         if heap.streams.several() {
-            heap = self.complete_others(heap, want.stream)?;
+            heap = self.complete_idle_streams(heap, want.stream)?;
         }
         if heap.streams.several() {
             heap = self.poll_before(heap, want.stream)?;
@@ -131,7 +135,13 @@ impl Engine {
                     (self.poll_before(self.lock(), want.stream)?, None)
                 }
                 Err(error) => {
-                    self.lock().withdraw_active(reclaim.active);
+                    if let Some((before, with)) = reclaim.active {
+                        let mut heap = self.lock();
+                        // Other requests may have raised the peak since.
+                        if heap.peak_active == with {
+                            heap.peak_active = before;
+                        }
+                    }
                     return Err(error);
                 }
                 Ok(step) => step,
@@ -208,7 +218,7 @@ impl Engine {
                         self.dissolve_pools(true)
                     })?;
                     if spared > 0 {
-                        reclaim.begin_again();
+                        reclaim.restart();
                         return Ok((heap, None));
                     }
                 }
@@ -300,7 +310,7 @@ impl Engine {
         match step {
             Step::Stitch(stitch) => {
                 let id = self.stitch(want, *stitch, reclaim)?;
-                reclaim.unstitched = id.is_none();
+                reclaim.no_stitch = id.is_none();
                 return Ok(id);
             }
             Step::Grow(growth) => return self.grow(want, growth, reclaim),
@@ -308,14 +318,14 @@ impl Engine {
             Step::Supply(fresh) => self.supply(want, fresh, reclaim)?,
             Step::Reserve(space, bytes) => match self.reserve_span(space, bytes) {
                 Err(Error::Driver(error)) if space == SpaceId::Views => {
-                    reclaim.give_up_stitch(error);
+                    reclaim.abandon_stitch(error);
                 }
-                Err(Error::Driver(error)) => reclaim.cramped = Some(error),
+                Err(Error::Driver(error)) => reclaim.no_addresses = Some(error),
                 done => done?,
             },
             Step::Evict(idle) => self.evict(&idle)?,
-            Step::MakeWay(idle) => match self.evict(&idle) {
-                Err(Error::Driver(error)) => reclaim.give_up_stitch(error),
+            Step::FreeAddresses(idle) => match self.evict(&idle) {
+                Err(Error::Driver(error)) => reclaim.abandon_stitch(error),
                 done => done?,
             },
             Step::Retry => match self.release_quarantined() {
@@ -333,7 +343,7 @@ impl Engine {
                 // The hook may have released memory to the driver that was not the allocator's.
                 self.lock().physical.full_at = None;
             }
-            Step::AskDevice => self.ask_device(),
+            Step::QueryDevice => self.query_device(),
             Step::Synchronise => match self.synchronise(false) {
                 // This step is unavailable while a stream is capturing.
                 Err(Error::Capturing { .. }) => {}
@@ -353,7 +363,7 @@ impl Engine {
     }
 
     /// Queries the free memory of the device, which bounds growth from then on.
-    pub(crate) fn ask_device(&self) {
+    pub(crate) fn query_device(&self) {
         let info = self.context.enter().and_then(|entered| entered.mem_info());
         let mut heap = self.lock();
         let held = heap.present();

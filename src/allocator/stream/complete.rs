@@ -76,7 +76,7 @@ impl Streams {
 impl Streams {
     /// Returns the full batches without a marker, of the wanted streams.
     pub(crate) fn full_batches(&self, wanted: impl Fn(u32) -> bool) -> Vec<(u32, StreamKey)> {
-        let full = self.full().iter().copied();
+        let full = self.full.iter().copied();
         full.filter(|stream| wanted(*stream))
             .map(|stream| (stream, self[stream].key))
             .collect()

@@ -50,7 +50,7 @@ impl Streams {
         let due = |slot: &Slot| !slot.markers.is_empty() && slot.backoff == 0;
         !self.reactivated
             && self.requests + 1 < self.next_search
-            && self.full().iter().all(|full| !near && *full == stream)
+            && self.full.iter().all(|full| !near && *full == stream)
             && (self.has_no_markers() || !self.iter().any(|(_, slot)| due(slot)))
     }
 

@@ -62,14 +62,14 @@ pub(crate) struct Streams {
     next_search: u64,
     orders: u64,
     /// Streams whose completed ticket has advanced since this was last taken.
-    advanced: Vec<u32>,
+    pub(crate) advanced: Vec<u32>,
     latest: u32,
     /// The slot at which [`next_slots`](Self::next_slots) continues.
     next_slot: u32,
     /// Number of new streams since the last search for streams that only the heap references.
     newcomers: usize,
     /// Streams with a full batch whose marker is recorded only when another stream needs it.
-    full: Vec<u32>,
+    pub(crate) full: Vec<u32>,
     /// Whether batches never wait for a request, because streams may be captured from the start.
     pub eager_markers: bool,
     /// Whether raw streams may be destroyed without being retired.
@@ -255,16 +255,6 @@ impl Streams {
         self.advanced = advanced;
     }
 
-    /// Whether any stream has advanced and its pieces have not been processed since.
-    pub(crate) fn have_advanced(&self) -> bool {
-        !self.advanced.is_empty()
-    }
-
-    /// Whether a stream has advanced and its pieces have not been processed since.
-    pub(crate) fn has_advanced(&self, stream: u32) -> bool {
-        self.advanced.contains(&stream)
-    }
-
     /// Returns the numbers of all slots while there are few, otherwise of the next few in turn.
     pub(crate) fn next_slots(&mut self) -> std::ops::Range<u32> {
         let (all, few) = (self.slots.len() as u32, MANY_STREAMS as u32);
@@ -317,7 +307,7 @@ impl Streams {
     }
 
     /// Closes the open batch of a stream: later frees get a later ticket, so a marker recorded after this covers
-    /// everything up to the bound. `Heap::close_batch` also updates the caches.
+    /// everything up to the bound. `StreamCaches::close_batch` also updates the caches.
     pub(crate) fn close_batch(&mut self, stream: u32) -> Batch {
         let slot = &mut self.slots[stream as usize];
         let bound = slot.open;
@@ -451,11 +441,6 @@ impl Streams {
     fn unlist(&mut self, stream: u32) {
         self.slots[stream as usize].listed = false;
         self.full.retain(|listed| *listed != stream);
-    }
-
-    /// Returns the streams with full batches whose markers are recorded on demand.
-    pub(crate) fn full(&self) -> &[u32] {
-        &self.full
     }
 
     /// Records that a wait of one stream for a marker of another was queued.

@@ -26,7 +26,7 @@ fn age(allocator: &Allocator, generation: u32) {
             heap.extents.records[id].generation = generation & !1;
         }
     }
-    for cache in heap.caches.all() {
+    for cache in &heap.caches.all {
         cache.lock().runs.age(generation);
     }
 }
