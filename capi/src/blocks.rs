@@ -60,7 +60,7 @@ pub(crate) unsafe fn alloc_at_once(
     out: *mut u64,
 ) -> bool {
     // SAFETY: the caller's contract.
-    let taken = unsafe { allocator.allocate_raw_at_once(bytes, stream.cast()) };
+    let taken = unsafe { allocator.try_allocate_raw(bytes, stream.cast()) };
     // SAFETY: the caller's contract.
     taken.map(|ptr| unsafe { out.write(ptr) }).is_some()
 }
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i32 {
     // SAFETY: the caller's contract.
-    let fast = |allocator: &Allocator| unsafe { allocator.free_raw_at_once(ptr) };
+    let fast = |allocator: &Allocator| unsafe { allocator.try_free_raw(ptr) };
     // SAFETY: the caller's contract.
     let slow = |allocator: &Allocator| unsafe { free_slowly(allocator, ptr) };
     if let Some(code) = at_once(allocator, fast, slow) {
@@ -167,7 +167,7 @@ unsafe fn free_slowly(allocator: &Allocator, ptr: u64) -> i32 {
     match ptr {
         0 => CUALLOC_OK,
         // SAFETY: the caller's contract.
-        _ => code_of(allocator, unsafe { allocator.free_raw_slowly(ptr) }),
+        _ => code_of(allocator, unsafe { allocator.free_raw(ptr) }),
     }
 }
 

@@ -16,13 +16,17 @@
 //! - All metadata is behind one lock (`heap`), except for the caches. Driver calls, hooks and log lines run without it
 //!   (`engine`): a call claims what it works on, and restores it if the driver fails.
 //!
-//! `api` has the public types, `engine` makes the driver calls, and `heap` composes `extent`, `stream`, `physical`,
-//! `view`, `cache`, `graph` and `suspend`. The guide's page on architecture follows an allocation and a free through
-//! them.
+//! `api` has the public types. `calls` allocates, frees and closes, with `reclaim` where memory is short. `engine` holds
+//! the lock and records, polls and waits for markers; the driver calls of a feature are in its folder (`graph/run`,
+//! `suspend/run`, `debug/run`). `heap` composes `extent`, `stream`, `physical`, `view`, `cache`, `graph`, `suspend`,
+//! `guard` and `recording`; `plan` prepares growth, stitches and releases over it, and `inspect` reports and checks it.
+//! The guide's page on architecture follows an allocation and a free through them.
 
 pub(crate) mod api;
 pub(crate) mod cache;
+pub(crate) mod calls;
 mod config;
+pub(crate) mod debug;
 pub(crate) mod engine;
 pub(crate) mod extent;
 pub(crate) mod graph;
@@ -50,17 +54,15 @@ pub use api::graph::{Checkpoint, GraphPool, PoolScope, Restored, Scope};
 pub use api::guard::RangeGuard;
 pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
-pub(crate) use cache::grant::{Grant, Lifetime};
+pub(crate) use cache::grant::{Grant, Lifetime, Missed};
 #[doc(hidden)]
 pub use cache::stream_cache::thread::{of_caller, set_of_caller};
+pub(crate) use calls::cached::unaligned;
 pub use config::{CONFIG_VARIABLE, Config, DebugModes, Limit, Policy, Profile, Waits};
 pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub(crate) use engine::recorded;
-pub use engine::segments::{Segment, SegmentChange, SegmentHook};
-pub(crate) use engine::small::unaligned;
-pub use engine::suspend::{Resumed, Suspended};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
 #[doc(hidden)]
@@ -73,3 +75,5 @@ pub(crate) use request::Element;
 pub use request::Request;
 pub use stats::{Counter, PoolStats, ReclaimStats, Stats};
 pub use suspend::contents::{Contents, Keep};
+pub use suspend::hooks::{Segment, SegmentChange, SegmentHook};
+pub use suspend::run::{Resumed, Suspended};

@@ -208,7 +208,7 @@ impl Drop for HostBlock {
 
 const PAGE: usize = 4096;
 
-/// Settings of a [`PinnedPool`].
+/// Settings of a [`PinnedPool`](crate::pool::PinnedPool).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PinnedConfig {
     pub(super) initial: usize,

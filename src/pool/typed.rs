@@ -4,8 +4,9 @@ use std::any::TypeId;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock};
 
+use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::{
-    Allocator, Config, Counter, Element, Engine, Grant, Request, size, unaligned,
+    Allocator, Config, Counter, Element, Engine, Grant, Missed, Request, size, unaligned,
 };
 use crate::buffer::{DeviceBuffer, DeviceCopy};
 use crate::driver::{Context, Driver, Stream};
@@ -213,13 +214,20 @@ fn hit_anywhere(engine: &Engine, stream: u64, bytes: usize) -> Option<Grant> {
     engine.hit(stream, unaligned(bytes)?).ok()
 }
 
+/// The block of the stream's cache at one address, if it is the one of this size that the cache took back last.
+#[inline(always)]
+fn hit_at(engine: &Engine, stream: u64, bytes: usize, address: u64) -> Option<Grant> {
+    let cache = thread::find(stream)?;
+    Grant::take_at(cache, engine.owner(stream), unaligned(bytes)?, address)
+}
+
 impl Inner {
     /// The last returned block, if the stream's cache would hand it out next, as is usual; without a hint any block of
     /// the cache.
     #[inline]
     fn hit(&self, request: &Request, live: Live, stream: &Stream) -> Option<(Grant, u64)> {
         let engine = self.allocator.engine();
-        if !engine.unwatched() || !request.is_plain() || !request.alignment().is_power_of_two() {
+        if !engine.is_fast() || !request.is_plain() || !request.alignment().is_power_of_two() {
             return None;
         }
         let (id, bytes) = (stream.id_at_hand(), live.key.1);
@@ -228,7 +236,7 @@ impl Inner {
             #[inline(always)]
             |last| {
                 let grant = match last {
-                    Some(address) => engine.hit_at(id, bytes, address),
+                    Some(address) => hit_at(engine, id, bytes, address),
                     None => hit_anywhere(engine, id, bytes),
                 }?;
                 Some((grant.ptr(), grant))
@@ -255,7 +263,7 @@ impl Inner {
         let grant = match found {
             Some(found) => found,
             None if request.cached_only => return Err(Error::NotCached),
-            None => engine.allocate(&engine.named(stream)?, request)?,
+            None => engine.allocate(&engine.named(stream)?, request, Missed(None))?,
         };
         let address = grant.ptr();
         Ok((grant, self.table.enter(Live { address, ..live })))

@@ -138,7 +138,7 @@ impl Inner {
         let engine = self.allocator.engine();
         let (home, ordinal) = (self.allocator.context(), engine.device.ordinal());
         same_device(Some(home), ordinal, stream)?;
-        if engine.watchful() {
+        if engine.needs_checks() {
             capture::refuse_capture(stream)?;
         }
         let home = stream.own_id();

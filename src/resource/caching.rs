@@ -1,6 +1,9 @@
 //! The caching resource: the allocator itself.
 
-use crate::allocator::{Allocator, Block, Engine, Grant, Lifetime, Request, Trimmed, unaligned};
+use crate::allocator::calls::record;
+use crate::allocator::{
+    Allocator, Block, Engine, Grant, Lifetime, Missed, Request, Trimmed, unaligned,
+};
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Context, Stream};
 use crate::error::{Error, Refused};
@@ -34,7 +37,7 @@ fn live(allocator: &Allocator, id: &BlockId) -> Result<Lifetime, Error> {
 fn record(allocator: &Allocator, id: &BlockId, stream: &Stream, over: bool) -> Result<(), Error> {
     live(allocator, id)?;
     let engine = allocator.engine();
-    engine.record(id.ptr(), &engine.named(stream)?, over)
+    record::use_by(engine, id.ptr(), &engine.named(stream)?, over)
 }
 
 pub(crate) fn identity_of(block: &Block, stream: u64) -> BlockId {
@@ -64,7 +67,7 @@ pub(crate) fn named(
     request: &Request,
     (stream, retirements): (u64, u64),
 ) -> RawBlock {
-    let life = generation(engine.id_of(&grant.place), grant.place.generation);
+    let life = generation(grant.place.id(&engine.pages), grant.place.generation);
     let range = (grant.ptr(), request.bytes());
     let id = BlockId::new((engine.id, life), range, stream, engine.device.ordinal());
     // SAFETY: the grant was just made, and is named once.
@@ -77,7 +80,7 @@ pub(crate) fn named(
 fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
     let asks = engine.named(stream)?;
     let from = (stream.own_id(), engine.retirements());
-    let grant = engine.allocate(&asks, request)?;
+    let grant = engine.allocate(&asks, request, Missed(None))?;
     Ok(named(engine, &grant, request, from))
 }
 
@@ -85,7 +88,7 @@ fn allocate_named(engine: &Engine, request: &Request, stream: &Stream) -> Result
 #[inline(always)]
 pub(crate) fn try_free(allocator: &Allocator, block: &RawBlock) -> bool {
     block.keepers() == 0
-        && life(allocator, &block.id()).is_some_and(|life| allocator.engine().free_at_once(&life))
+        && life(allocator, &block.id()).is_some_and(|life| allocator.engine().free_quick(&life))
 }
 
 #[inline(never)]
@@ -98,13 +101,15 @@ fn deallocate_watched(allocator: &Allocator, block: RawBlock) -> Result<(), Refu
         && let Ok(life) = &life
         && allocator.engine().is_live(life)
     {
-        allocator.engine().drop_block(*life);
+        allocator.engine().drop_block(*life, Vec::new());
         return Ok(());
     }
-    let freed = life.and_then(|life| match allocator.engine().free_block(&life) {
-        Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(id.gone()),
-        other => other,
-    });
+    let freed = life.and_then(
+        |life| match allocator.engine().free(life.ptr, Some(&life)) {
+            Err(Error::NotLive { .. } | Error::NotOurs { .. }) => Err(id.gone()),
+            other => other,
+        },
+    );
     freed.map_err(|error| Refused::new(block, error))
 }
 

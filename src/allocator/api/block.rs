@@ -2,13 +2,14 @@
 
 use std::fmt;
 
+use crate::allocator::calls::record;
 use crate::driver::{Stream, process, sys};
 
 use crate::allocator::cache::deferred::User;
 use crate::allocator::cache::grant::{Grant, Lifetime, Place};
-use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node, StreamCache};
+use crate::allocator::cache::stream_cache::{Freed, Held, Inner, Life, Node};
+use crate::allocator::debug::Debug;
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::debug_table::Debug;
 use crate::allocator::size;
 use crate::error::{Error, Refused};
 
@@ -71,7 +72,7 @@ impl Block {
     /// pair. A record of a large block, or of a page of small ones, is retired after its last generation, 2^31
     /// allocations. Page numbers repeat after 2^24 pages, that is, after 2^55 allocations of small blocks.
     pub fn generation(&self) -> (u32, u32) {
-        (self.engine().id_of(&self.place), self.place.generation)
+        (self.place.id(&self.engine().pages), self.place.generation)
     }
 
     pub(crate) fn engine(&self) -> &Engine {
@@ -81,7 +82,7 @@ impl Block {
 
     fn lifetime(&self) -> Lifetime {
         Lifetime {
-            id: self.engine().id_of(&self.place),
+            id: self.place.id(&self.engine().pages),
             generation: self.place.generation,
             ptr: self.place.ptr,
         }
@@ -90,12 +91,7 @@ impl Block {
     /// Whether the block's own stream has been retired or is about to be. Then a free treats the stream's last marker
     /// as the end of all its work. Otherwise a later marker will follow everything submitted to the stream so far.
     pub(crate) fn stream_retired(&self) -> bool {
-        let heap = self.engine().lock();
-        let stream = match self.place.record() {
-            Some(id) => heap.extents.records[id].stream,
-            None => self.place.home().lock().slot,
-        };
-        heap.streams.is_unnamed(stream)
+        self.engine().stream_retired(&self.lifetime())
     }
 
     /// Records that another stream uses the block: after the drop it is reused only when everything submitted to that
@@ -106,7 +102,7 @@ impl Block {
     /// [`Error::Capturing`] in any other capture; a lost context; driver errors.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
-        engine.record(self.place.ptr, &engine.named(stream)?, false)
+        record::use_by(engine, self.place.ptr, &engine.named(stream)?, false)
     }
 
     /// Records that another stream has used the block and will not use it again: reuse waits only for the work
@@ -116,7 +112,7 @@ impl Block {
     /// As [`record_stream`](Self::record_stream).
     pub fn record_use(&self, stream: &Stream) -> Result<(), Error> {
         let engine = self.engine();
-        engine.record(self.place.ptr, &engine.named(stream)?, true)
+        record::use_by(engine, self.place.ptr, &engine.named(stream)?, true)
     }
 
     /// Frees the block. Unlike a drop, it reports failures and returns the block with the error.
@@ -138,18 +134,20 @@ impl Block {
         engine.usable()?;
         let place = &self.place;
         match place.node() {
-            Some(node) => engine.free_small(place.home(), node, place.ptr, Some(place.generation)),
-            None if !engine.watchful() && self.free_large() => Ok(()),
-            None => self.kept(|engine| engine.free_block(&self.lifetime())),
+            Some(node) => {
+                engine.free_small(place.home(), (node, place.ptr), Some(place.generation))
+            }
+            None if !engine.needs_checks() && self.free_cached() => Ok(()),
+            None => self.keep_engine(|engine, block| engine.free(block.ptr, Some(&block))),
         }
     }
 
     /// Runs `work`, which may free the block, and keeps the engine alive until it returns: the block may hold the last
     /// reference, and another thread may drop the last allocator.
-    fn kept<T>(&self, work: impl FnOnce(&Engine) -> T) -> T {
+    fn keep_engine<T>(&self, work: impl FnOnce(&Engine, Lifetime) -> T) -> T {
         let engine = self.engine();
         let keep = engine.keep();
-        let done = work(engine);
+        let done = work(engine, self.lifetime());
         drop(keep);
         done
     }
@@ -158,19 +156,35 @@ impl Block {
         Life::Generation(self.place.generation)
     }
 
-    /// Frees a small block when its stream cache cannot free it on the fast path.
+    /// Frees a small block that the fast path could not free: `locked` is its stream cache if that was tried.
     #[inline(never)]
-    fn drop_small(&self, mut inner: Held<'_, Inner>, node: Node) {
-        match inner.free_merged(node, self.place.generation) {
-            Some(false) => {}
-            Some(true) => self.finish_drop(inner, node, Freed::Page),
-            None => self.drop_with_care(inner, node),
-        }
-    }
-
-    #[inline(never)]
-    fn drop_with_care(&self, mut inner: Held<'_, Inner>, node: Node) {
-        let freed = inner.free(node, self.place.ptr, Some(self.place.generation));
+    fn drop_small(&self, node: Node, locked: Option<Held<'_, Inner>>) {
+        let (home, generation) = (self.place.home(), self.place.generation);
+        let (mut inner, merged) = match locked {
+            Some(mut inner) => {
+                let merged = inner.free_merged(node, generation);
+                (inner, merged)
+            }
+            None if !process::is_unwatched() => {
+                let engine = self.engine();
+                if !engine.free_checked(home, (node, self.place.ptr), self.life()) {
+                    self.keep_engine(|engine, block| engine.drop_block(block, Vec::new()));
+                }
+                return;
+            }
+            // A free has no stack, so a recording with stacks writes the same record.
+            None if home.now().only_records()
+                && home.free_recorded(node, &self.place.ptr, &generation) =>
+            {
+                return;
+            }
+            None => (home.lock(), None),
+        };
+        let freed = match merged {
+            Some(false) => return,
+            Some(true) => Freed::Page,
+            None => inner.free(node, self.place.ptr, Some(generation)),
+        };
         if freed != Freed::Done {
             self.finish_drop(inner, node, freed);
         }
@@ -187,54 +201,34 @@ impl Block {
         drop(inner);
         if keep.is_some() {
             let (home, block) = (self.place.home(), (node, self.place.ptr));
-            engine.small_dropped(home, block, self.place.generation, freed);
+            let done = engine.finish_small(home, block, Some(self.place.generation), freed);
+            debug_assert!(done.is_ok(), "a live block is freed: {done:?}");
         }
     }
 
     /// Frees a large block into the large-block cache of its stream cache; false if the heap must free it.
-    fn free_large(&self) -> bool {
+    fn free_cached(&self) -> bool {
         let id = self.place.cached();
         id.is_some_and(|id| {
             let mut inner = self.place.home().lock();
-            inner.free_large(id, self.place.generation)
+            inner.is_fast() && inner.put_large(id, Some(self.place.generation)) == Some(true)
         })
     }
 
-    /// Frees a block that is not small, or a block of a stream cache that cannot free it. Keeps the engine alive
-    /// meanwhile.
+    /// Frees a large block, or one that a stream cache cannot free.
     #[inline(never)]
     fn drop_large(&self) {
         let Some(id) = self.place.record() else {
             return;
         };
         let engine = self.engine();
-        let done = if engine.unwatched() {
-            (self.place.cached().is_some() && self.free_large())
-                || engine.free_in_heap(id, self.place.generation)
+        let done = if engine.is_fast() {
+            self.free_cached() || engine.free_large(id, self.place.generation)
         } else {
-            !engine.watchful() && self.free_large()
+            !engine.needs_checks() && self.free_cached()
         };
         if !done {
-            self.kept(|engine| engine.drop_block(self.lifetime()));
-        }
-    }
-
-    /// Frees a small block during a recording, while capture queries are required, or while another thread holds the
-    /// lock of the stream cache.
-    #[inline(never)]
-    fn drop_slow(&self, home: &'static StreamCache, node: Node) {
-        if !process::is_unwatched() {
-            let engine = self.engine();
-            if !engine.free_watched(home, (node, self.place.ptr), self.life()) {
-                self.kept(|engine| engine.drop_block(self.lifetime()));
-            }
-            return;
-        }
-        // A free has no stack, so a recording with stacks writes the same record.
-        let recorded = home.now().only_records()
-            && home.free_recorded(node, &self.place.ptr, &self.place.generation);
-        if !recorded {
-            self.drop_with_care(home.lock(), node);
+            self.keep_engine(|engine, block| engine.drop_block(block, Vec::new()));
         }
     }
 
@@ -244,7 +238,7 @@ impl Block {
     pub(crate) fn drop_after(self, users: Vec<User>) {
         let block = std::mem::ManuallyDrop::new(self);
         // As soon as the free is deferred, a call on another thread may perform it.
-        block.kept(|engine| engine.drop_after(block.lifetime(), users));
+        block.keep_engine(|engine, block| engine.drop_block(block, users));
     }
 
     /// Gives up ownership: the memory stays allocated until its address is passed to
@@ -267,15 +261,15 @@ impl Drop for Block {
         if now.is_quiet()
             && let Some(mut inner) = home.try_lock()
         {
-            if !inner.free_at_once(node, self.life()) {
-                self.drop_small(inner, node);
+            if inner.free_quick(node, self.life()).is_none() {
+                self.drop_small(node, Some(inner));
             }
             return;
         }
         let recorded = now.only_records_blocks()
             && home.free_recorded(node, &self.place.ptr, &self.place.generation);
         if !recorded {
-            self.drop_slow(home, node);
+            self.drop_small(node, None);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Findings of the debug modes, and the check of the allocator's own metadata.
 
 use crate::allocator::Allocator;
-use crate::allocator::engine::debug_table::Debug;
+use crate::allocator::debug::Debug;
 use crate::allocator::extent::invariant;
 use crate::allocator::inspect::check::check;
 use crate::driver::process;
@@ -31,7 +31,9 @@ impl Allocator {
     /// [`Config::debug`](crate::Config::debug) guards them; then the check waits for the streams of each block. In a
     /// forked child it always fails, because the metadata cannot be read there.
     pub fn check(&self) -> Result<(), Error> {
-        self.engine.check_guards()?;
+        if let Some(debug) = &self.engine.debug {
+            debug.check_guards(&self.engine)?;
+        }
         match self.engine.readable() {
             Some(heap) => check(&heap),
             None => invariant::holds("the heap of a forked child", false),

@@ -3,16 +3,16 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::allocator::graph::run::pools;
+use crate::allocator::graph::run::scopes;
 use crate::driver::{Stream, sys};
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::block::Block;
-use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::Footprint;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::scope::Kind;
 use crate::allocator::graph::user::User;
-use crate::allocator::stream::slot::StreamKey;
 use crate::error::Error;
 use crate::locks::thread_id::ThreadId;
 
@@ -23,7 +23,7 @@ impl Allocator {
     /// [`Error::NotSupported`] under the classic policy; [`Error::Closed`], a lost context.
     pub fn graph_pool(&self) -> Result<GraphPool, Error> {
         Ok(GraphPool {
-            id: self.engine.add_pool()?,
+            id: scopes::add_pool(&self.engine)?,
             allocator: self.clone(),
         })
     }
@@ -143,22 +143,13 @@ impl GraphPool {
             Scope::Thread => Kind::Thread(thread),
         };
         Ok(PoolScope {
-            scope: Some(engine.enter_scope(self.id, kind)?),
+            scope: Some(scopes::enter(engine, self.id, kind)?),
             allocator: self.allocator.clone(),
         })
     }
 
     fn user(&self, stream: &Stream) -> Result<User, Error> {
-        let engine = self.allocator.engine();
-        engine.same_driver(stream)?;
-        let named = match stream.known_id() {
-            Some(id) => Named {
-                key: StreamKey::Id(id),
-                raw: stream.raw(),
-                stream: Some(stream),
-            },
-            None => engine.named(stream)?,
-        };
+        let named = self.allocator.engine().named(stream)?;
         Ok(User::new(named.key, named.raw as usize, None, None))
     }
 
@@ -174,7 +165,7 @@ impl GraphPool {
     /// `graph` must be a live graph, which no other thread uses during the call.
     pub unsafe fn retain(&self, graph: sys::CUgraph) -> Result<(), Error> {
         // SAFETY: the caller's contract.
-        unsafe { self.allocator.engine().retain_for(self.id, graph) }
+        unsafe { scopes::retain(self.allocator.engine(), self.id, graph) }
     }
 
     /// Returns the memory that the pool holds now.
@@ -182,7 +173,7 @@ impl GraphPool {
     /// # Errors
     /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released), [`Error::Closed`].
     pub fn footprint(&self) -> Result<Footprint, Error> {
-        self.allocator.engine().footprint(self.id)
+        pools::footprint(self.allocator.engine(), self.id)
     }
 
     /// Returns a checkpoint of the live blocks, for [`restore`](Self::restore).
@@ -190,7 +181,7 @@ impl GraphPool {
     /// # Errors
     /// As [`footprint`](Self::footprint).
     pub fn checkpoint(&self) -> Result<Checkpoint, Error> {
-        let layout = self.allocator.engine().checkpoint(self.id)?;
+        let layout = pools::checkpoint(self.allocator.engine(), self.id)?;
         Ok(Checkpoint {
             pool: (self.allocator.id(), self.id),
             layout,
@@ -214,7 +205,7 @@ impl GraphPool {
             return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());
         }
         let engine = self.allocator.engine();
-        let restored = engine.restore(self.id, &to.layout)?;
+        let restored = pools::restore(engine, self.id, &to.layout)?;
         let revived = restored.revived.into_iter();
         Ok(Restored {
             ceased: restored.ceased,
@@ -230,7 +221,7 @@ impl GraphPool {
     /// # Errors [`GraphPoolError::Released`](crate::error::GraphPoolError::Released) if it was already released,
     /// [`Error::Closed`].
     pub fn release(&self) -> Result<(), Error> {
-        self.allocator.engine().release_pool(self.id)
+        scopes::release_pool(self.allocator.engine(), self.id)
     }
 }
 
@@ -265,7 +256,7 @@ impl PoolScope {
     /// [`Error::ForkedChild`].
     pub fn leave(mut self) -> Result<(), Error> {
         match self.scope.take() {
-            Some(scope) => self.allocator.engine().leave_scope(scope),
+            Some(scope) => scopes::leave(self.allocator.engine(), scope),
             None => Ok(()),
         }
     }
@@ -275,7 +266,7 @@ impl Drop for PoolScope {
     fn drop(&mut self) {
         if let Some(scope) = self.scope.take() {
             // Leaving fails only in a forked child, which has no scope.
-            let _left = self.allocator.engine().leave_scope(scope);
+            let _left = scopes::leave(self.allocator.engine(), scope);
         }
     }
 }

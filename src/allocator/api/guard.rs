@@ -1,9 +1,9 @@
 //! The physical segments of a block, and guards that keep them in place.
 
+use crate::allocator::guard::blocks;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::allocator::guard::blocks::{guard, locate, unguard};
 use crate::driver::sys;
 
 use crate::allocator::api::Allocator;
@@ -58,7 +58,7 @@ impl fmt::Debug for RangeGuard {
 
 impl Drop for RangeGuard {
     fn drop(&mut self) {
-        self.engine.unguard(self.block);
+        unguard(&self.engine, self.block);
     }
 }
 
@@ -75,7 +75,7 @@ impl Allocator {
         bytes: u64,
     ) -> Result<Vec<PhysicalSegment>, Error> {
         let mut heap = self.engine().open()?;
-        Ok(locate(&mut heap, ptr, bytes)?.1)
+        Ok(blocks::locate(&mut heap, ptr, bytes)?.1)
     }
 
     /// Like [`segments_of`](Self::segments_of), but the segments stay unchanged while the guard lives.
@@ -84,8 +84,8 @@ impl Allocator {
     /// As [`segments_of`](Self::segments_of).
     pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
         let mut heap = self.engine().open()?;
-        let (block, segments) = locate(&mut heap, ptr, bytes)?;
-        if !guard(&mut heap, block) {
+        let (block, segments) = blocks::locate(&mut heap, ptr, bytes)?;
+        if !blocks::guard(&mut heap, block) {
             return Err(Error::NotLive { ptr });
         }
         Ok(RangeGuard {
@@ -98,16 +98,14 @@ impl Allocator {
     }
 }
 
-impl Engine {
-    fn unguard(&self, block: Guarding) {
-        // In a forked child the lock may be held by a thread that does not exist there.
-        if self.usable().is_err() {
-            return;
-        }
-        let mut heap = self.lock();
-        unguard(&mut heap, block);
-        let rest = self.rest_of_free(&heap, AfterFree::default());
-        drop(heap);
-        self.finish_free(rest);
+fn unguard(engine: &Engine, block: Guarding) {
+    // In a forked child the lock may be held by a thread that does not exist there.
+    if engine.usable().is_err() {
+        return;
     }
+    let mut heap = engine.lock();
+    blocks::unguard(&mut heap, block);
+    let rest = engine.rest_of_free(&heap, AfterFree::default());
+    drop(heap);
+    engine.finish_free(rest);
 }

@@ -8,6 +8,11 @@ pub(crate) mod guard;
 pub(crate) mod raw;
 pub(crate) mod suspend;
 
+use crate::allocator::calls::close;
+use crate::allocator::calls::retire;
+use crate::allocator::engine::contexts;
+use crate::allocator::engine::idle;
+use crate::allocator::engine::self_test;
 use crate::allocator::inspect::figures::{fragmentation, statistics};
 use crate::allocator::inspect::snapshot::{block_info_around, snapshot};
 use crate::error::memory::Bytes;
@@ -21,14 +26,14 @@ use crate::driver::{
 };
 
 use crate::allocator::api::block::Block;
-use crate::allocator::cache::grant::Grant;
+use crate::allocator::cache::grant::{Grant, Missed};
 use crate::allocator::cache::stream_cache::PageTable;
+use crate::allocator::calls::cached::unaligned;
 use crate::allocator::config::{Config, Policy};
-use crate::allocator::engine::debug_table::Debug;
+use crate::allocator::debug::Debug;
 use crate::allocator::engine::hooks::ReliefHook;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::recorded;
-use crate::allocator::engine::small::unaligned;
 use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::report::{
@@ -116,7 +121,8 @@ impl Allocator {
     pub fn with_config(context: &Context, config: Config) -> Result<Self, Error> {
         recorded::begin_by_environment();
         let engine = Engine::new(context, &config)?;
-        engine.enrol();
+        self_test::recall(&engine);
+        recorded::enrol(&engine);
         let allocator = Allocator::with_engine(engine);
         log::info!(
             "allocator {} on device {}: policy {}, {}, views {}",
@@ -124,7 +130,11 @@ impl Allocator {
             allocator.engine.device.ordinal(),
             allocator.policy().name(),
             LimitText(allocator.limit()),
-            if allocator.engine.views { "on" } else { "off" },
+            if allocator.engine.views.enabled {
+                "on"
+            } else {
+                "off"
+            },
         );
         Ok(allocator)
     }
@@ -167,7 +177,7 @@ impl Allocator {
     /// # Errors
     /// Driver errors.
     pub fn test_views(&self) -> Result<SelfTest, Error> {
-        self.engine.test_views()
+        self_test::run(&self.engine)
     }
 
     /// Creates a stream on the allocator's context.
@@ -193,7 +203,7 @@ impl Allocator {
                 Ok(grant) => grant,
                 Err(missed) => self.engine.miss(bytes, stream, missed)?,
             },
-            None => self.engine.allocate_large(bytes, stream)?,
+            None => self.engine.miss(bytes, stream, Missed(None))?,
         };
         Ok(Block::new(&self.engine, grant, bytes))
     }
@@ -206,7 +216,7 @@ impl Allocator {
     pub fn allocate_with(&self, request: Request, stream: &Stream) -> Result<Block, Error> {
         let grant = self
             .engine
-            .allocate(&self.engine.named(stream)?, &request)?;
+            .allocate(&self.engine.named(stream)?, &request, Missed(None))?;
         Ok(Block::new(&self.engine, grant, request.bytes()))
     }
 
@@ -262,7 +272,7 @@ impl Allocator {
     }
 
     fn retire_named(&self, named: &Named<'_>) -> Result<(), Error> {
-        let retired = self.engine.retire(named);
+        let retired = retire::retire(&self.engine, named);
         // Memory outside this allocator may use a stream that the allocator does not know.
         if let Ok(()) | Err(Error::Stream(StreamMisuse::Unknown { .. })) = retired {
             kept_stream::retire(self.engine.driver(), named.raw);
@@ -321,7 +331,7 @@ impl Allocator {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
         self.engine.refuse_capture(&named)?;
-        let known = self.engine.known(&named)?;
+        let known = retire::known(&self.engine, &named)?;
         self.engine.mark(known, named.key)
     }
 
@@ -379,7 +389,7 @@ impl Allocator {
     /// handle whose release failed counts as released: either the driver has its memory, or it is leaked until the
     /// process ends.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
-        self.engine.trim(keep).inspect(|done| self.log_trim(done))
+        close::trim(&self.engine, keep).inspect(|done| self.log_trim(done))
     }
 
     /// Releases all unused memory to the driver, and waits on the host where only a wait can show that memory is
@@ -393,9 +403,7 @@ impl Allocator {
     /// # Errors
     /// As [`trim`](Self::trim), and driver errors of the work that it waited for.
     pub fn empty_cache(&self) -> Result<Trimmed, Error> {
-        self.engine
-            .empty_cache()
-            .inspect(|done| self.log_trim(done))
+        close::empty_cache(&self.engine).inspect(|done| self.log_trim(done))
     }
 
     /// Releases memory that has been idle as long as [`Config::decay`] says, if a check is due, and returns the bytes
@@ -406,7 +414,7 @@ impl Allocator {
     /// As [`trim`](Self::trim).
     pub fn decay(&self) -> Result<u64, Error> {
         match &self.engine.decay {
-            Some(decay) => self.engine.decay(decay),
+            Some(decay) => idle::release_idle(&self.engine, decay),
             None => Ok(0),
         }
     }
@@ -437,7 +445,7 @@ impl Allocator {
     pub fn synchronize(&self) -> Result<(), Error> {
         drop(self.engine.open()?);
         process::do_postponed();
-        self.engine.synchronise(true)
+        contexts::synchronise(&self.engine, true)
     }
 
     /// Sets or removes the limit on bytes obtained from the driver. Memory above a lowered limit stays until it is
@@ -488,7 +496,7 @@ impl Allocator {
     /// after that trim finds it released.
     pub fn close(&self) -> Result<(), Error> {
         process::do_postponed();
-        self.engine.close_after_graphs()
+        close::close_after_graphs(&self.engine)
     }
 
     // ---- observation -----------------------------------------------------------------------

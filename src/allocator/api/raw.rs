@@ -1,18 +1,18 @@
 //! Blocks by address on streams by handle, for callers that keep both themselves.
 
+use crate::allocator::calls::record;
 use crate::allocator::inspect::snapshot::block_info_around;
 use crate::driver::{DriverError, Stream, sys};
 
 use crate::allocator::api::Allocator;
-use crate::allocator::cache::stream_cache::StreamCache;
+use crate::allocator::cache::grant::{Grant, Missed};
 use crate::allocator::cache::stream_cache::thread::{self, Known};
-use crate::allocator::engine::Engine;
+use crate::allocator::cache::stream_cache::{Small, StreamCache};
+use crate::allocator::calls::cached::unaligned;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::small::{Missed, unaligned};
-use crate::allocator::heap::request::Checked;
 use crate::allocator::report::BlockInfo;
 use crate::allocator::request::Request;
-use crate::allocator::stream::slot::{StreamKey, is_special, to_compare};
+use crate::allocator::stream::slot::{is_special, to_compare};
 use crate::error::Error;
 
 impl Allocator {
@@ -45,7 +45,7 @@ impl Allocator {
             return unsafe { self.allocate_raw_slow(bytes, stream, lasting) };
         };
         if let Some(cache) = lasting {
-            return match Engine::hit_by_handle(&self.pages, (small, cache), raw) {
+            return match Grant::take_by_handle(cache, (&self.pages, raw), small) {
                 Some(grant) => Ok(grant.ptr()),
                 // SAFETY: the caller's contract.
                 None => unsafe { self.allocate_raw_slow(bytes, stream, lasting) },
@@ -58,20 +58,42 @@ impl Allocator {
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             };
         }
-        if !self.engine.unwatched() {
+        if !self.engine.is_fast() {
             // SAFETY: the caller's contract.
-            return unsafe { self.allocate_raw_with(Request::new(bytes), stream) };
+            return unsafe { self.allocate_raw_slow(bytes, stream, None) };
         }
         // SAFETY: the caller's contract.
         match unsafe { self.engine.raw_id(stream) } {
-            Ok(Some(key)) => match self.engine.hit_asked_raw((raw, key), small, known) {
+            Ok(Some(key)) => match self.hit_by_id((raw, key), small, known) {
                 Ok(grant) => Ok(grant.ptr()),
                 Err(missed) => self.allocate_raw_missed(bytes, (stream, key), missed),
             },
             // SAFETY: the caller's contract.
-            Ok(None) => unsafe { self.allocate_raw_with(Request::new(bytes), stream) },
+            Ok(None) => unsafe { self.allocate_raw_slow(bytes, stream, None) },
             Err(error) => Err(self.engine.unnamed(stream, error)),
         }
+    }
+
+    /// The fast path for a stream whose id the driver has just reported.
+    #[inline(always)]
+    fn hit_by_id(
+        &self,
+        (raw, key): (usize, u64),
+        small: Small,
+        known: Known,
+    ) -> Result<Grant, Missed> {
+        let Known::Passing(cache) = known else {
+            let grant = self.engine.hit(key, small)?;
+            thread::remember_asked(raw, grant.place.home());
+            return Ok(grant);
+        };
+        if !cache.now().is_quiet() {
+            return Err(Missed(None));
+        }
+        let grant = Grant::take(cache, self.engine.owner(key), small)?;
+        // The stream may have been adopted since the thread used it last.
+        thread::remember_handle(cache);
+        Ok(grant)
     }
 
     /// Like [`allocate_raw`](Self::allocate_raw), but succeeds only if the thread's cached line and the stream's cache
@@ -82,14 +104,15 @@ impl Allocator {
     /// As [`allocate_raw`](Self::allocate_raw).
     #[doc(hidden)]
     #[inline(always)]
-    pub unsafe fn allocate_raw_at_once(
+    pub unsafe fn try_allocate_raw(
         &self,
         bytes: usize,
         stream: sys::CUstream,
     ) -> Option<sys::CUdeviceptr> {
         let (request, raw) = (unaligned(bytes)?, to_compare(stream));
-        let at_hand = (request, thread::find_first(raw)?);
-        Some(Engine::hit_by_handle(&self.pages, at_hand, raw)?.ptr())
+        let cache = thread::find_first(raw)?;
+        let grant = Grant::take_by_handle(cache, (&self.pages, raw), request)?;
+        Some(grant.ptr())
     }
 
     /// Like [`allocate_raw`](Self::allocate_raw), with constraints.
@@ -107,11 +130,11 @@ impl Allocator {
     ) -> Result<sys::CUdeviceptr, Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        Ok(self.engine.allocate(&named, &request)?.ptr())
+        Ok(self.engine.allocate(&named, &request, Missed(None))?.ptr())
     }
 
-    /// Allocates where the fast path could not, or where the size exceeds that of stream caches. `cache` is the cache
-    /// of a stream whose handle stays valid.
+    /// Allocates what the fast path could not serve, or what is too large for it. `cache` is the cache of a stream whose
+    /// handle stays valid.
     ///
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw).
@@ -122,41 +145,32 @@ impl Allocator {
         stream: sys::CUstream,
         cache: Option<&'static StreamCache>,
     ) -> Result<sys::CUdeviceptr, Error> {
-        let raw = to_compare(stream);
-        let hit = cache.and_then(|cache| match unaligned(bytes) {
-            Some(small) => self.engine.hit_small_by_handle((small, cache), raw),
-            None => self.engine.hit_large_by_handle(cache, raw, bytes),
-        });
-        if let Some(grant) = hit {
-            let made = Ok(grant);
-            self.engine.sample(&made, bytes);
-            return made.map(|grant| grant.ptr());
-        }
-        // SAFETY: the caller's contract.
-        unsafe { self.allocate_raw_with(Request::new(bytes), stream) }
+        let mut missed = Missed(cache.map(|cache| (cache, None)));
+        let known = match self.engine.is_fast() {
+            true => missed.key_of_handle(self.engine.id, to_compare(stream)),
+            false => None,
+        };
+        let named = match known {
+            Some(key) => Named::by_handle(key, stream),
+            // SAFETY: the caller's contract.
+            None => unsafe { self.engine.named_raw(stream) }?,
+        };
+        let made = self.engine.allocate(&named, &Request::new(bytes), missed);
+        made.map(|grant| grant.ptr())
     }
 
+    /// Allocates what the fast path could not serve for a stream whose id was determined.
     #[inline(never)]
     fn allocate_raw_missed(
         &self,
         bytes: usize,
-        (raw, key): (sys::CUstream, u64),
+        (stream, key): (sys::CUstream, u64),
         missed: Missed,
     ) -> Result<sys::CUdeviceptr, Error> {
-        let hit = unaligned(bytes).and_then(|small| self.engine.hit_small(key, small, missed));
-        let made = match hit {
-            Some(grant) => Ok(grant),
-            None => {
-                let request = Checked::new(bytes, 1)?;
-                let key = StreamKey::Id(key);
-                let stream = None;
-                let named = Named { key, raw, stream };
-                self.engine.allocate_missed(&named, &request)
-            }
-        };
-        self.engine.sample(&made, bytes);
-        if !is_special(raw) {
-            thread::remember_anew(raw as usize, key);
+        let named = Named::by_handle(key, stream);
+        let made = self.engine.allocate(&named, &Request::new(bytes), missed);
+        if !is_special(stream) {
+            thread::remember_anew(stream as usize, key);
         }
         made.map(|grant| grant.ptr())
     }
@@ -174,7 +188,10 @@ impl Allocator {
     /// recorded on the block, is alive or was retired.
     #[inline]
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        self.engine.free_ptr(&self.pages, ptr)
+        match self.pages.free_quick(ptr) {
+            true => Ok(()),
+            false => self.engine.free(ptr, None),
+        }
     }
 
     /// [`free_raw`](Self::free_raw) where the stream's cache suffices; otherwise returns false and changes nothing.
@@ -183,21 +200,8 @@ impl Allocator {
     /// As [`free_raw`](Self::free_raw).
     #[doc(hidden)]
     #[inline(always)]
-    pub unsafe fn free_raw_at_once(&self, ptr: sys::CUdeviceptr) -> bool {
-        Engine::free_ptr_at_once(&self.pages, ptr)
-    }
-
-    /// [`free_raw`](Self::free_raw) for all other cases.
-    ///
-    /// # Errors
-    /// As [`free_raw`](Self::free_raw).
-    ///
-    /// # Safety
-    /// As [`free_raw`](Self::free_raw).
-    #[doc(hidden)]
-    #[inline]
-    pub unsafe fn free_raw_slowly(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
-        self.engine.free_ptr_slowly(ptr)
+    pub unsafe fn try_free_raw(&self, ptr: sys::CUdeviceptr) -> bool {
+        self.pages.free_quick(ptr)
     }
 
     /// Records that another stream uses the block around `ptr` (any address inside it): after its free the block is
@@ -217,7 +221,7 @@ impl Allocator {
     ) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        self.engine.record(ptr, &named, false)
+        record::use_by(&self.engine, ptr, &named, false)
     }
 
     /// Records that another stream has used the block around `ptr` and will not use it again: reuse waits only for the
@@ -235,7 +239,7 @@ impl Allocator {
     ) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.engine.named_raw(stream) }?;
-        self.engine.record(ptr, &named, true)
+        record::use_by(&self.engine, ptr, &named, true)
     }
 
     /// Returns the live block around `ptr`, or an error that says why there is none. [`block_of`](Self::block_of) is
@@ -264,6 +268,6 @@ impl Allocator {
         ptr: sys::CUdeviceptr,
         stream: &Stream,
     ) -> Result<(), Error> {
-        self.engine.record(ptr, &self.engine.named(stream)?, true)
+        record::use_by(&self.engine, ptr, &self.engine.named(stream)?, true)
     }
 }

@@ -2,9 +2,10 @@
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::graph::GraphPool;
-use crate::allocator::engine::segments::SegmentHook;
-use crate::allocator::engine::suspend::{Resumed, Selected, Suspended};
 use crate::allocator::suspend::contents::Keep;
+use crate::allocator::suspend::hooks::SegmentHook;
+use crate::allocator::suspend::run;
+use crate::allocator::suspend::run::{Resumed, Selected, Suspended};
 use crate::block::Tag;
 use crate::error::{Error, GraphPoolError};
 
@@ -80,7 +81,7 @@ impl Allocator {
         select: Select<'_>,
         keep: impl Into<Keep>,
     ) -> Result<Suspended, Error> {
-        self.engine().suspend(select.of(self)?, &keep.into())
+        run::suspend(self.engine(), select.of(self)?, &keep.into())
     }
 
     /// Restores suspended memory at its addresses, with access for the allocator's device and all its peers, and with
@@ -92,7 +93,7 @@ impl Allocator {
     /// [`requested`](crate::error::OutOfMemory::requested) is the number of missing bytes, [`Error::NotSuspended`],
     /// [`GraphPoolError::ForeignPool`], [`Error::InUse`] while another thread is in a call, driver errors.
     pub fn resume(&self, select: Select<'_>) -> Result<Resumed, Error> {
-        self.engine().resume(select.of(self)?)
+        run::resume(self.engine(), select.of(self)?)
     }
 
     /// Whether memory is suspended: with [`Select::Allocator`] any memory, also while a suspension or resume is in
@@ -101,7 +102,7 @@ impl Allocator {
     /// # Errors
     /// [`Error::Closed`], [`GraphPoolError::UnknownTag`], [`GraphPoolError::ForeignPool`], a lost context.
     pub fn is_suspended(&self, select: Select<'_>) -> Result<bool, Error> {
-        self.engine().is_suspended(select.of(self)?)
+        run::is_suspended(self.engine(), select.of(self)?)
     }
 
     /// Adds a hook that is called for segments that are suspended or resumed. Replaces a hook of the same name, and
@@ -123,6 +124,6 @@ impl GraphPool {
     /// # Errors
     /// [`Error::Suspended`], [`Error::Closed`], a lost context.
     pub fn launching(&self) -> Result<(), Error> {
-        self.allocator().engine().refuse_launch(self.id())
+        run::refuse_launch(self.allocator().engine(), self.id())
     }
 }

@@ -2,8 +2,9 @@
 
 use crate::driver::sys;
 
-use crate::allocator::cache::stream_cache::StreamCache;
-use crate::allocator::cache::stream_cache::{Node, Taken};
+use crate::allocator::cache::stream_cache::{
+    Held, Inner, Node, Owner, PageTable, SMALL_ID, Small, StreamCache, Taken, thread,
+};
 use crate::allocator::size::GRANULE;
 
 /// A live block as allocated.
@@ -31,7 +32,78 @@ const WIDE: u32 = 1 << 30;
 const CACHED: u32 = 1 << 29;
 const FLAGS: u32 = RECORD | WIDE | CACHED;
 
+/// A request that the fast path could not serve: the stream cache that was tried, still locked unless another thread
+/// holds it. `None` if no cache was tried.
+pub(crate) struct Missed(pub(crate) Option<(&'static StreamCache, Option<Held<'static, Inner>>)>);
+
+impl Missed {
+    /// Returns the number of an allocator's stream, if the cache that was tried identifies the stream by this handle.
+    /// Otherwise forgets that cache.
+    pub(crate) fn key_of_handle(&mut self, allocator: u64, raw: usize) -> Option<u64> {
+        let (cache, inner) = self.0.take()?;
+        // A lock that another thread holds counts as contention.
+        let inner = inner.or_else(|| cache.try_lock());
+        let key = match &inner {
+            Some(inner) => inner.key_in(allocator, raw),
+            None => cache.lock().key_in(allocator, raw),
+        }?;
+        self.0 = Some((cache, inner));
+        Some(key)
+    }
+}
+
 impl Grant {
+    /// Takes a small block from a stream cache in a process without recordings, captures or other conditions.
+    #[inline(always)]
+    pub(crate) fn take(
+        cache: &'static StreamCache,
+        owner: Owner,
+        request: Small,
+    ) -> Result<Self, Missed> {
+        let Some(mut inner) = cache.try_lock() else {
+            return Err(Missed(Some((cache, None))));
+        };
+        match inner.take_anywhere(owner, request) {
+            Some(taken) => Ok(Grant::small(cache, taken, request.granules)),
+            None => Err(Missed(Some((cache, Some(inner))))),
+        }
+    }
+
+    /// [`take`](Self::take) at one address only: that of the last block of this size which the stream cache took back.
+    #[inline]
+    pub(crate) fn take_at(
+        cache: &'static StreamCache,
+        owner: Owner,
+        request: Small,
+        ptr: u64,
+    ) -> Option<Self> {
+        let mut inner = cache.now().is_quiet().then(|| cache.try_lock())??;
+        if inner.runs.next_quick(request.granules) != Some(ptr) {
+            return None;
+        }
+        let taken = inner.take_anywhere(owner, request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
+    /// [`take`](Self::take) for the stream with this handle, from the stream cache that the thread used last for it, if
+    /// the handle stays valid. `pages` is the allocator's own table of pages.
+    #[inline(always)]
+    pub(crate) fn take_by_handle(
+        cache: &'static StreamCache,
+        (pages, raw): (&PageTable, usize),
+        request: Small,
+    ) -> Option<Self> {
+        thread::prefetch_for(cache, request.granules);
+        if !cache.now().is_quiet() {
+            return None;
+        }
+        let allocator = pages.fast_id();
+        let mut inner = cache.try_lock()?;
+        let key = inner.key_of_handle(raw)?;
+        let taken = inner.take_anywhere(Owner { allocator, key }, request)?;
+        Some(Grant::small(cache, taken, request.granules))
+    }
+
     #[inline(always)]
     pub(crate) fn small(home: &'static StreamCache, taken: Taken, granules: u32) -> Self {
         let place = Place {
@@ -100,6 +172,13 @@ impl Place {
     pub(crate) fn cached(&self) -> Option<u32> {
         let cached = self.node & (RECORD | CACHED) == RECORD | CACHED;
         cached.then_some(self.node & !FLAGS)
+    }
+
+    /// Returns the number that identifies the block among all blocks of its allocator, whose pages these are.
+    pub(crate) fn id(&self, pages: &PageTable) -> u32 {
+        let id = self.record().or_else(|| pages.id(self.ptr));
+        debug_assert!(id.is_some(), "the page of a live block is known");
+        id.unwrap_or(SMALL_ID)
     }
 
     /// Whether the block has more bytes than its rounded request.

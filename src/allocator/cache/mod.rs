@@ -165,7 +165,7 @@ impl StreamCaches {
         }
     }
 
-    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::wait_unused`] waits for the
+    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::await_queries`] waits for the
     /// queries in progress.
     pub(crate) fn stop_queries(&self, stream: u32) -> Vec<&'static StreamCache> {
         let caches = self.of(stream).to_vec();

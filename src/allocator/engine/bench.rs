@@ -5,10 +5,12 @@
 //! host.
 
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::driver::{DriverError, Entered, Function, Stream, sys};
 
 use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::locks::held::Mutex;
 
 /// Number of words written and read: more than the first-level caches of a few multiprocessors hold.
 pub(crate) const WORDS: usize = 128 << 10;
@@ -51,6 +53,35 @@ pub(crate) struct Unfinished {
     pub(crate) work: Work,
     /// The block of the test's memory and its two addresses, until it is released.
     pub(crate) memory: Option<(u32, [u64; 2])>,
+}
+
+/// Whether an allocator may use views, and the self-tests that decide it.
+#[derive(Debug)]
+pub(crate) struct ViewTests {
+    /// Whether the settings allow views.
+    pub(crate) enabled: bool,
+    /// Whether the device is tested before the first view.
+    pub(crate) required: bool,
+    /// Whether the device failed the test.
+    pub(crate) failed: AtomicBool,
+    /// Tests that could not be waited for.
+    pub(crate) unfinished: Mutex<Vec<Unfinished>>,
+}
+
+impl ViewTests {
+    pub(crate) fn new(enabled: bool, required: bool) -> Self {
+        ViewTests {
+            enabled,
+            required,
+            failed: AtomicBool::new(false),
+            unfinished: Mutex::default(),
+        }
+    }
+
+    /// Whether views may be used, as far as is known.
+    pub(crate) fn are_allowed(&self) -> bool {
+        self.enabled && !self.failed.load(Ordering::Relaxed)
+    }
 }
 
 /// Result of looking at tests that could not be waited for.

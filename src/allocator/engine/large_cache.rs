@@ -4,69 +4,6 @@
 //! about a large block than its address takes the block out first, and a request that no ready memory can serve takes
 //! out every block that is free.
 
-use std::sync::atomic::Ordering;
-
-use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::{Held, Inner, StreamCache, thread};
-use crate::allocator::engine::Engine;
-use crate::allocator::size::GRANULE;
-
-impl Engine {
-    /// Allocates a large block from the large-block cache of the stream cache that the thread used last for the stream,
-    /// if that suffices.
-    #[inline]
-    pub(crate) fn hit_large(&self, key: u64, bytes: usize) -> Option<Grant> {
-        if !self.has_large_blocks() {
-            return None;
-        }
-        let cache = thread::find(key)?;
-        self.take_large(cache, cache.lock(), key, bytes)
-    }
-
-    /// [`hit_large`](Self::hit_large) by the handle of a stream, if the handle stays valid.
-    #[inline]
-    pub(crate) fn hit_large_by_handle(
-        &self,
-        cache: &'static StreamCache,
-        raw: usize,
-        bytes: usize,
-    ) -> Option<Grant> {
-        if !self.has_large_blocks() {
-            return None;
-        }
-        let inner = cache.lock();
-        let key = inner.key_of_handle(raw)?;
-        self.take_large(cache, inner, key, bytes)
-    }
-
-    /// Whether large-block caches hold blocks and may serve a call without further checks.
-    #[inline(always)]
-    fn has_large_blocks(&self) -> bool {
-        self.in_large_caches.load(Ordering::Relaxed) != 0 && self.unwatched()
-    }
-
-    #[inline(never)]
-    fn take_large(
-        &self,
-        cache: &'static StreamCache,
-        mut inner: Held<'static, Inner>,
-        key: u64,
-        bytes: usize,
-    ) -> Option<Grant> {
-        let granules = u32::try_from((bytes as u64).div_ceil(GRANULE)).ok()?;
-        if !inner.serves(self.owner(key)) {
-            return None;
-        }
-        let block = inner.large_cache.take(granules, bytes as u64)?;
-        inner.tell_large(&block);
-        drop(inner);
-        let (life, size) = ((block.id, block.generation), (granules, bytes as u64));
-        let mut grant = Grant::large(cache, block.ptr, life, size);
-        grant.set_cached(true);
-        Some(grant)
-    }
-}
-
 #[cfg(all(test, feature = "sim", not(loom)))]
 pub(crate) mod tests {
     use crate::allocator::{Allocator, Config};

@@ -7,11 +7,11 @@
 
 use std::sync::Arc;
 
+use crate::allocator::engine::contexts;
 use crate::driver::{Event, Stream, StreamKind};
 
 use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::{BACKOFF, Batch, Holder, Marker, StreamKey};
@@ -184,137 +184,95 @@ impl Drop for Leaving<'_> {
     }
 }
 
-impl Engine {
-    /// Returns an event of the allocator's own context that completes after an event of another context.
-    fn follow(&self, event: &Event) -> Result<Arc<Event>, Error> {
-        let follower = Stream::new(&self.context).map_err(|e| self.error(e))?;
-        let own = self.event_of(&self.context)?;
-        let queued = follower.wait(event).and_then(|()| own.record(&follower));
-        // Destroying the helper stream does not cancel the work queued on it.
-        match queued {
-            Ok(()) => Ok(own),
-            Err(error) => {
-                self.lock().streams.pool_events([own]);
-                Err(self.error_in(event.context(), error))
-            }
+/// Returns an event of the allocator's own context that completes after an event of another context.
+fn follow(engine: &Engine, event: &Event) -> Result<Arc<Event>, Error> {
+    let follower = Stream::new(&engine.context).map_err(|e| engine.error(e))?;
+    let own = engine.event_of(&engine.context)?;
+    let queued = follower.wait(event).and_then(|()| own.record(&follower));
+    // Destroying the helper stream does not cancel the work queued on it.
+    match queued {
+        Ok(()) => Ok(own),
+        Err(error) => {
+            engine.lock().streams.pool_events([own]);
+            Err(engine.error_in(event.context(), error))
         }
     }
+}
 
-    /// Returns the slot of a known stream, or an error that says why it is unknown.
-    pub(crate) fn known(&self, named: &Named<'_>) -> Result<u32, Error> {
-        let mut heap = self.open()?;
-        let known = {
-            let heap = &mut *heap;
-            heap.caches
-                .find_slot(&mut heap.streams, named.key, named.raw as usize)
-        };
-        known.ok_or_else(|| heap.streams.unknown_error(named.raw as usize))
-    }
-
-    /// Returns all slots of a known stream: more than one if other threads retired it while it stayed in use.
-    fn known_all(&self, named: &Named<'_>) -> Result<Vec<u32>, Error> {
-        let mut heap = self.open()?;
-        {
-            let heap = &mut *heap;
-            heap.caches
-                .find_slot(&mut heap.streams, named.key, named.raw as usize)
-        };
-        let slots = heap.streams.all_of(named.key);
-        if slots.is_empty() {
-            return Err(heap.streams.unknown_error(named.raw as usize));
-        }
-        Ok(slots)
-    }
-
-    /// Records the last marker of a stream whose owner is about to destroy it.
-    pub(crate) fn retire(&self, named: &Named<'_>) -> Result<(), Error> {
-        let slots = match self.known_all(named) {
-            Err(_) if self.pools_know(named) => Vec::new(),
-            known => known?,
-        };
-        self.refuse_capture(named)?;
-        self.leave_pools(named)?;
-        for stream in slots {
-            self.retire_slot(stream, named.key)?;
-        }
-        Ok(())
-    }
-
-    /// Records the last marker of a stream and forgets its handle.
-    ///
-    /// The key shows whether the slot still belongs to the stream: while the lock was released, another thread may have
-    /// retired it, and a new stream may have taken the slot.
-    pub(crate) fn retire_slot(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
-        let gone = |heap: &Heap| {
-            let slot = &heap.streams[stream];
-            !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
-        };
-        let leaving = {
-            let mut heap = self.lock();
-            if gone(&heap) {
-                return Ok(());
-            }
-            let distrusted = heap.streams[stream].distrusted.is_some();
-            let context = heap.streams[stream].context.id();
-            let events = distrusted.then(|| heap.streams.events.remove(&context));
-            let leaving = Leaving::begin(self, &mut heap, stream);
-            drop(heap);
-            // One of these events may be the one that the driver refused.
-            drop(events);
-            leaving
-        };
-        let mut heap;
-        let mut rounds = 0;
-        loop {
-            self.mark(stream, key)?;
-            heap = self.lock();
-            if gone(&heap) {
-                break;
-            }
-            if heap.streams[stream].covered() {
-                let Some(last) = heap.streams.foreign_marker(stream, self.context.id()) else {
-                    break;
-                };
-                drop(heap);
-                let event = self.follow(&last.event)?;
-                let bound = last.bound;
-                // The event may have been found invalid meanwhile: then this drop destroys it, so it must not happen
-                // under the lock.
-                drop(last);
-                heap = self.lock();
-                if heap.streams.bring_home((stream, key), bound, event) || gone(&heap) {
-                    break;
-                }
-            }
-            let slot = &heap.streams[stream];
-            // Another thread freed memory on the stream meanwhile, or the stream is capturing.
-            rounds += 1;
-            if rounds == RETIREMENTS {
-                return Err(Error::Capturing { stream: slot.raw });
-            }
-            drop(heap);
-        }
+/// Records the last marker of a stream and forgets its handle.
+///
+/// The key shows whether the slot still belongs to the stream: while the lock was released, another thread may have
+/// retired it, and a new stream may have taken the slot.
+pub(crate) fn retire_slot(engine: &Engine, stream: u32, key: StreamKey) -> Result<(), Error> {
+    let gone = |heap: &Heap| {
+        let slot = &heap.streams[stream];
+        !slot.in_use || slot.key != key || matches!(slot.holder, Holder::Retired)
+    };
+    let leaving = {
+        let mut heap = engine.lock();
         if gone(&heap) {
             return Ok(());
         }
-        let slot = &mut heap.streams[stream];
-        let former = std::mem::replace(&mut slot.holder, Holder::Retired);
-        let before = slot.former.take();
-        slot.distrusted = None;
-        // Only the marker is left of the other context, and it belongs to the allocator's own.
-        let context = std::mem::replace(&mut slot.context, self.context.clone());
-        let asked = heap.caches.stop_queries(stream);
-        heap.flush_caches_of(stream);
+        let distrusted = heap.streams[stream].distrusted.is_some();
+        let context = heap.streams[stream].context.id();
+        let events = distrusted.then(|| heap.streams.events.remove(&context));
+        let leaving = Leaving::begin(engine, &mut heap, stream);
         drop(heap);
-        drop(leaving);
-        asked.into_iter().for_each(StreamCache::wait_unused);
-        // Another thread that frees a block of the stream may be about to query or mark it. If the heap held the last
-        // reference, the stream is destroyed here: a driver call, and so outside the lock.
-        former.wait_unused();
-        before.into_iter().for_each(Holder::wait_unused);
-        self.let_go_of_context(&context);
-        Ok(())
+        // One of these events may be the one that the driver refused.
+        drop(events);
+        leaving
+    };
+    let mut heap;
+    let mut rounds = 0;
+    loop {
+        engine.mark(stream, key)?;
+        heap = engine.lock();
+        if gone(&heap) {
+            break;
+        }
+        if heap.streams[stream].covered() {
+            let Some(last) = heap.streams.foreign_marker(stream, engine.context.id()) else {
+                break;
+            };
+            drop(heap);
+            let event = follow(engine, &last.event)?;
+            let bound = last.bound;
+            // The event may have been found invalid meanwhile: then this drop destroys it, so it must not happen
+            // under the lock.
+            drop(last);
+            heap = engine.lock();
+            if heap.streams.bring_home((stream, key), bound, event) || gone(&heap) {
+                break;
+            }
+        }
+        let slot = &heap.streams[stream];
+        // Another thread freed memory on the stream meanwhile, or the stream is capturing.
+        rounds += 1;
+        if rounds == RETIREMENTS {
+            return Err(Error::Capturing { stream: slot.raw });
+        }
+        drop(heap);
     }
+    if gone(&heap) {
+        return Ok(());
+    }
+    let slot = &mut heap.streams[stream];
+    let former = std::mem::replace(&mut slot.holder, Holder::Retired);
+    let before = slot.former.take();
+    slot.distrusted = None;
+    // Only the marker is left of the other context, and it belongs to the allocator's own.
+    let context = std::mem::replace(&mut slot.context, engine.context.clone());
+    let asked = heap.caches.stop_queries(stream);
+    heap.flush_caches_of(stream);
+    drop(heap);
+    drop(leaving);
+    asked.into_iter().for_each(StreamCache::await_queries);
+    // Another thread that frees a block of the stream may be about to query or mark it. If the heap held the last
+    // reference, the stream is destroyed here: a driver call, and so outside the lock.
+    former.await_calls();
+    before.into_iter().for_each(Holder::await_calls);
+    contexts::destroy_events(engine, &context);
+    Ok(())
 }
 
 /// How often the last marker of a stream is recorded again because other threads keep freeing memory of the stream.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::allocator::engine::contexts;
 use crate::driver::sys::{CUresult, CUstream};
 use crate::driver::{Context, Current, DriverError, Event, process};
 use crate::locks::lines::keep_lines;
@@ -51,137 +52,13 @@ impl Engine {
     /// The key shows whether the slot still belongs to the stream: the caller has released the lock since it looked up
     /// the slot, and another stream, whose handle this call must not use, may have taken it.
     pub(crate) fn mark(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
-        self.cover_batch(stream, key, false)
+        cover_batch(self, stream, key, false)
     }
 
     /// [`mark`](Self::mark) for a stream that the allocator keeps alive, unless the stream is idle: then everything
     /// freed on it is complete, which is equivalent to a complete marker.
     pub(crate) fn mark_unless_idle(&self, stream: u32, key: StreamKey) -> Result<(), Error> {
-        self.cover_batch(stream, key, true)
-    }
-
-    fn cover_batch(&self, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
-        let _lines = keep_lines();
-        let (batch, raw, context, holder) = {
-            let mut heap = self.lock();
-            let slot = &heap.streams[stream];
-            let other = !slot.in_use || slot.key != key || slot.is_unusable();
-            if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
-                return Ok(());
-            }
-            let (raw, context) = (slot.raw, slot.context.clone());
-            // Another thread may retire the stream while its marker is recorded.
-            let holder = slot.holder.clone();
-            // The bound is taken before the event is recorded, and later frees get a later ticket, so the event covers
-            // every ticket up to the bound.
-            let heap = &mut *heap;
-            let batch = heap.caches.close_batch(&mut heap.streams, stream);
-            (batch, raw, context, holder)
-        };
-        // Nothing is recorded into a graph; the next marker covers this batch.
-        let current = context.make_current();
-        let current = current.map_err(|e| self.error_in(&context, e));
-        let covered = current.and_then(|current| {
-            if !self.may_mark(raw, &context, key)? {
-                return Ok(false);
-            }
-            // An idleness query would invalidate a capture that begins during it, so streams that may capture are not
-            // queried.
-            let asks = ask && self.may_ask(&holder);
-            if asks && self.sees_idle((raw, &context), key, &batch)? {
-                return Ok(true);
-            }
-            self.record_batch(batch, raw, (&context, &current))
-        });
-        drop(holder);
-        let waits_on = match covered {
-            Ok(true) => false,
-            // A batch whose marker a capture prevented gets one as soon as the capture has ended.
-            Ok(false) => ask || !is_per_thread(raw),
-            Err(_) => ask,
-        };
-        if waits_on {
-            let mut heap = self.lock();
-            let slot = &heap.streams[stream];
-            // A retirement in the meantime has covered the batch, and nothing else marks a retired stream.
-            if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
-                heap.streams.list_again(stream);
-            }
-        }
-        covered.map(drop)
-    }
-
-    /// Whether this thread may record a marker on a stream of the current context now: not into a graph, and not on the
-    /// per-thread stream of another thread.
-    fn may_mark(&self, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
-        let stream = std::ptr::with_exposed_provenance_mut(raw);
-        // SAFETY: the stream is alive: the allocator holds it, or the current call names it or frees a block of it, and
-        // its owner may not destroy it before that call returns.
-        if unsafe { self.captures_now(stream, context) }? {
-            return Ok(false);
-        }
-        Ok(!is_per_thread(raw) || StreamKey::Id(context.per_thread_id()) == key)
-    }
-
-    /// Whether a stream is capturing, or is the legacy stream while a blocking stream of its context is.
-    ///
-    /// # Safety
-    /// The stream is alive, or special with its context current.
-    unsafe fn captures_now(&self, stream: CUstream, context: &Context) -> Result<bool, Error> {
-        if self.no_captures {
-            return Ok(false);
-        }
-        // SAFETY: the caller's contract.
-        match unsafe { self.driver().is_capturing(stream) } {
-            Ok(capturing) => Ok(capturing),
-            Err(error) if is_of_capture(error.code()) => Ok(true),
-            Err(error) => Err(self.error_in(context, error)),
-        }
-    }
-
-    /// Whether a call that does not name a stream may query if it is idle. A stream that its owner may begin to capture
-    /// concurrently is not queried, because the query would invalidate the capture.
-    fn may_ask(&self, holder: &Holder) -> bool {
-        match holder {
-            Holder::Kept(_) => !self.may_capture(),
-            Holder::Adopted(_) => self.no_captures,
-            Holder::Foreign(_) | Holder::Retired => false,
-        }
-    }
-
-    /// Whether a stream is idle. Then everything freed on it up to the batch is complete, and becomes available to all
-    /// streams in one step.
-    fn sees_idle(
-        &self,
-        (raw, context): (usize, &Context),
-        key: StreamKey,
-        batch: &Batch,
-    ) -> Result<bool, Error> {
-        let stream = std::ptr::with_exposed_provenance_mut(raw);
-        let idle = context.enter().and_then(|entered| {
-            // SAFETY: the stream is alive, as in `may_mark`.
-            unsafe { entered.is_idle(stream) }
-        });
-        self.lock().stats.queries += 1;
-        let idle = match idle {
-            // The stream has begun a capture since the check. The record below would fail with the same result.
-            Err(error) if is_of_capture(error.code()) => {
-                self.driver().suspect_capture(stream);
-                return Ok(false);
-            }
-            idle => idle.map_err(|e| self.error_in(context, e))?,
-        };
-        let mut heap = self.lock();
-        let slot = &mut heap.streams[batch.stream];
-        if slot.key == key && !idle {
-            slot.eager_batches = EAGER_BATCHES;
-        }
-        if idle {
-            heap.streams.batch_complete(batch);
-            heap.streams.pool_unused_events();
-            heap.complete_advanced();
-        }
-        Ok(idle)
+        cover_batch(self, stream, key, true)
     }
 
     /// Returns an event of a context that no marker uses.
@@ -192,50 +69,6 @@ impl Engine {
         }
         let made = context.enter().and_then(|entered| entered.create_event());
         made.map(Arc::new).map_err(|e| self.error_in(context, e))
-    }
-
-    /// Records the marker of a batch. Returns false if the stream is capturing by now: an event recorded within a
-    /// capture marks no work.
-    fn record_batch(
-        &self,
-        batch: Batch,
-        raw: usize,
-        (context, current): (&Context, &Current<'_>),
-    ) -> Result<bool, Error> {
-        let event = self.event_of(context)?;
-        let stream = std::ptr::with_exposed_provenance_mut(raw);
-        // SAFETY: the stream is alive, as in `may_mark`; the event belongs to the stream's context and to no marker.
-        let recorded = unsafe { current.record(&event, stream) };
-        let captured = match &recorded {
-            // Another thread may have begun a capture since the check.
-            // SAFETY: as above; the context of a special handle is current.
-            Ok(()) => unsafe { self.captures_now(stream, context) },
-            Err(error) if is_of_capture(error.code()) => {
-                self.driver().suspect_capture(stream);
-                Ok(true)
-            }
-            Err(_) => Ok(false),
-        };
-        let mut heap = self.lock();
-        let unneeded = match (&captured, &recorded) {
-            (Ok(false), Ok(())) => {
-                heap.stats.markers += 1;
-                heap.streams.publish(batch, event)
-            }
-            // The next record of the event replaces its present meaning, even if that belongs to a capture.
-            _ => {
-                heap.stats.failed_markers += 1;
-                Some(event)
-            }
-        };
-        heap.streams.pool_events(unneeded);
-        drop(heap);
-        match captured {
-            Ok(false) => recorded
-                .map(|()| true)
-                .map_err(|e| self.error_in(context, e)),
-            captured => captured.map(|_| false),
-        }
     }
 
     /// Records the markers that a free left to its caller. A failure only delays reuse: the next marker covers the
@@ -287,7 +120,7 @@ impl Engine {
             heap.streams.left_behind() >= most
         };
         match if much {
-            self.synchronise(false)
+            contexts::synchronise(self, false)
         } else {
             Ok(())
         } {
@@ -339,7 +172,7 @@ impl Engine {
         let mut voided = false;
         loop {
             let mut queries = 0;
-            let asked = self.ask(&mut due, &mut queries);
+            let asked = query(self, &mut due, &mut queries);
             due.drop_events();
             let mut heap = self.lock();
             heap.stats.queries += queries;
@@ -357,7 +190,7 @@ impl Engine {
                 heap.complete_advanced();
             }
             drop(heap);
-            voided |= self.drop_void(&void);
+            voided |= drop_void(self, &void);
             asked?;
             if !goes_on {
                 return Ok(voided);
@@ -367,56 +200,6 @@ impl Engine {
                 None => return Ok(voided),
             }
         }
-    }
-
-    fn ask(&self, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
-        let entered = self.context.enter().map_err(|e| self.error(e))?;
-        let mut unreachable: Vec<(Context, DriverError)> = Vec::new();
-        let asked = due.ask(|event| {
-            let context = event.context();
-            if unreachable.iter().any(|(c, _)| c.id() == context.id()) {
-                return Ok(Answer::Late);
-            }
-            *queries += 1;
-            match entered.query(event) {
-                Ok(true) => Ok(Answer::Complete),
-                Ok(false) => Ok(Answer::Late),
-                Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
-                Err(error) if self.is_unreachable(context, &error) => {
-                    unreachable.push((context.clone(), error));
-                    Ok(Answer::Late)
-                }
-                Err(error) => Err(self.error(error)),
-            }
-        });
-        for (context, error) in unreachable {
-            self.error_in(&context, error);
-        }
-        asked
-    }
-
-    /// Removes invalid markers, each given by its stream and bound: their events fell into a capture that began between
-    /// the check and the record. The frees that they covered get a new marker. Returns whether there were any.
-    fn drop_void(&self, void: &[(u32, u64)]) -> bool {
-        if void.is_empty() {
-            return false;
-        }
-        let (mut gone, mut captured) = (Vec::new(), Vec::new());
-        let mut heap = self.lock();
-        for (stream, bound) in void {
-            captured.push(heap.streams[*stream].raw);
-            if let Some(marker) = heap.streams.void(*stream, *bound) {
-                heap.stats.failed_markers += 1;
-                gone.push(marker);
-            }
-        }
-        drop(heap);
-        for raw in captured {
-            let stream = std::ptr::with_exposed_provenance_mut(raw);
-            self.driver().suspect_capture(stream);
-        }
-        // The events are destroyed here, unless another thread is querying them.
-        !gone.is_empty()
     }
 
     /// Queues waits on a stream.
@@ -445,7 +228,7 @@ impl Engine {
                 .map_or_else(|e| is_void_event(e.code()), |()| true);
             if doubtful {
                 // SAFETY: as above; the context of a special handle is current.
-                let captures = unsafe { self.captures_now(handle, &context) }?;
+                let captures = unsafe { captures_now(self, handle, &context) }?;
                 if captures {
                     return Err(Error::Capturing { stream: raw });
                 }
@@ -453,7 +236,7 @@ impl Engine {
             if let Err(error) = queued {
                 let of = wait.event.context();
                 if is_void_event(error.code()) {
-                    self.drop_void(&[(wait.stream, wait.bound)]);
+                    drop_void(self, &[(wait.stream, wait.bound)]);
                 } else if of.id() != context.id() && self.is_unreachable(of, &error) {
                     let waited_for = self.error_in(of, error);
                     if error.code() != CUresult::CUDA_ERROR_INVALID_HANDLE {
@@ -493,7 +276,7 @@ impl Engine {
         match waited {
             Ok(()) => {}
             Err(error) if is_void_event(error.code()) => {
-                self.drop_void(&[(stream, bound)]);
+                drop_void(self, &[(stream, bound)]);
                 return Ok(());
             }
             Err(error) => return Err(self.error(error)),
@@ -503,6 +286,228 @@ impl Engine {
         heap.complete_advanced();
         Ok(())
     }
+}
+
+fn cover_batch(engine: &Engine, stream: u32, key: StreamKey, ask: bool) -> Result<(), Error> {
+    let _lines = keep_lines();
+    let (batch, raw, context, holder) = {
+        let mut heap = engine.lock();
+        let slot = &heap.streams[stream];
+        let other = !slot.in_use || slot.key != key || slot.is_unusable();
+        if other || matches!(slot.holder, Holder::Retired) || slot.covered() {
+            return Ok(());
+        }
+        let (raw, context) = (slot.raw, slot.context.clone());
+        // Another thread may retire the stream while its marker is recorded.
+        let holder = slot.holder.clone();
+        // The bound is taken before the event is recorded, and later frees get a later ticket, so the event covers
+        // every ticket up to the bound.
+        let heap = &mut *heap;
+        let batch = heap.caches.close_batch(&mut heap.streams, stream);
+        (batch, raw, context, holder)
+    };
+    // Nothing is recorded into a graph; the next marker covers this batch.
+    let current = context.make_current();
+    let current = current.map_err(|e| engine.error_in(&context, e));
+    let covered = current.and_then(|current| {
+        if !may_mark(engine, raw, &context, key)? {
+            return Ok(false);
+        }
+        // An idleness query would invalidate a capture that begins during it, so streams that may capture are not
+        // queried.
+        let asks = ask && may_query(engine, &holder);
+        if asks && sees_idle(engine, (raw, &context), key, &batch)? {
+            return Ok(true);
+        }
+        record_batch(engine, batch, raw, (&context, &current))
+    });
+    drop(holder);
+    let waits_on = match covered {
+        Ok(true) => false,
+        // A batch whose marker a capture prevented gets one as soon as the capture has ended.
+        Ok(false) => ask || !is_per_thread(raw),
+        Err(_) => ask,
+    };
+    if waits_on {
+        let mut heap = engine.lock();
+        let slot = &heap.streams[stream];
+        // A retirement in the meantime has covered the batch, and nothing else marks a retired stream.
+        if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
+            heap.streams.list_again(stream);
+        }
+    }
+    covered.map(drop)
+}
+
+/// Whether this thread may record a marker on a stream of the current context now: not into a graph, and not on the
+/// per-thread stream of another thread.
+fn may_mark(engine: &Engine, raw: usize, context: &Context, key: StreamKey) -> Result<bool, Error> {
+    let stream = std::ptr::with_exposed_provenance_mut(raw);
+    // SAFETY: the stream is alive: the allocator holds it, or the current call names it or frees a block of it, and
+    // its owner may not destroy it before that call returns.
+    if unsafe { captures_now(engine, stream, context) }? {
+        return Ok(false);
+    }
+    Ok(!is_per_thread(raw) || StreamKey::Id(context.per_thread_id()) == key)
+}
+
+/// Whether a stream is capturing, or is the legacy stream while a blocking stream of its context is.
+///
+/// # Safety
+/// The stream is alive, or special with its context current.
+unsafe fn captures_now(
+    engine: &Engine,
+    stream: CUstream,
+    context: &Context,
+) -> Result<bool, Error> {
+    if engine.no_captures {
+        return Ok(false);
+    }
+    // SAFETY: the caller's contract.
+    match unsafe { engine.driver().is_capturing(stream) } {
+        Ok(capturing) => Ok(capturing),
+        Err(error) if is_of_capture(error.code()) => Ok(true),
+        Err(error) => Err(engine.error_in(context, error)),
+    }
+}
+
+/// Whether a call that does not name a stream may query if it is idle. A stream that its owner may begin to capture
+/// concurrently is not queried, because the query would invalidate the capture.
+fn may_query(engine: &Engine, holder: &Holder) -> bool {
+    match holder {
+        Holder::Kept(_) => !engine.may_capture(),
+        Holder::Adopted(_) => engine.no_captures,
+        Holder::Foreign(_) | Holder::Retired => false,
+    }
+}
+
+/// Whether a stream is idle. Then everything freed on it up to the batch is complete, and becomes available to all
+/// streams in one step.
+fn sees_idle(
+    engine: &Engine,
+    (raw, context): (usize, &Context),
+    key: StreamKey,
+    batch: &Batch,
+) -> Result<bool, Error> {
+    let stream = std::ptr::with_exposed_provenance_mut(raw);
+    let idle = context.enter().and_then(|entered| {
+        // SAFETY: the stream is alive, as in `may_mark`.
+        unsafe { entered.is_idle(stream) }
+    });
+    engine.lock().stats.queries += 1;
+    let idle = match idle {
+        // The stream has begun a capture since the check. The record below would fail with the same result.
+        Err(error) if is_of_capture(error.code()) => {
+            engine.driver().suspect_capture(stream);
+            return Ok(false);
+        }
+        idle => idle.map_err(|e| engine.error_in(context, e))?,
+    };
+    let mut heap = engine.lock();
+    let slot = &mut heap.streams[batch.stream];
+    if slot.key == key && !idle {
+        slot.eager_batches = EAGER_BATCHES;
+    }
+    if idle {
+        heap.streams.batch_complete(batch);
+        heap.streams.pool_unused_events();
+        heap.complete_advanced();
+    }
+    Ok(idle)
+}
+
+/// Records the marker of a batch. Returns false if the stream is capturing by now: an event recorded within a
+/// capture marks no work.
+fn record_batch(
+    engine: &Engine,
+    batch: Batch,
+    raw: usize,
+    (context, current): (&Context, &Current<'_>),
+) -> Result<bool, Error> {
+    let event = engine.event_of(context)?;
+    let stream = std::ptr::with_exposed_provenance_mut(raw);
+    // SAFETY: the stream is alive, as in `may_mark`; the event belongs to the stream's context and to no marker.
+    let recorded = unsafe { current.record(&event, stream) };
+    let captured = match &recorded {
+        // Another thread may have begun a capture since the check.
+        // SAFETY: as above; the context of a special handle is current.
+        Ok(()) => unsafe { captures_now(engine, stream, context) },
+        Err(error) if is_of_capture(error.code()) => {
+            engine.driver().suspect_capture(stream);
+            Ok(true)
+        }
+        Err(_) => Ok(false),
+    };
+    let mut heap = engine.lock();
+    let unneeded = match (&captured, &recorded) {
+        (Ok(false), Ok(())) => {
+            heap.stats.markers += 1;
+            heap.streams.publish(batch, event)
+        }
+        // The next record of the event replaces its present meaning, even if that belongs to a capture.
+        _ => {
+            heap.stats.failed_markers += 1;
+            Some(event)
+        }
+    };
+    heap.streams.pool_events(unneeded);
+    drop(heap);
+    match captured {
+        Ok(false) => recorded
+            .map(|()| true)
+            .map_err(|e| engine.error_in(context, e)),
+        captured => captured.map(|_| false),
+    }
+}
+
+fn query(engine: &Engine, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
+    let entered = engine.context.enter().map_err(|e| engine.error(e))?;
+    let mut unreachable: Vec<(Context, DriverError)> = Vec::new();
+    let asked = due.ask(|event| {
+        let context = event.context();
+        if unreachable.iter().any(|(c, _)| c.id() == context.id()) {
+            return Ok(Answer::Late);
+        }
+        *queries += 1;
+        match entered.query(event) {
+            Ok(true) => Ok(Answer::Complete),
+            Ok(false) => Ok(Answer::Late),
+            Err(error) if is_void_event(error.code()) => Ok(Answer::Void),
+            Err(error) if engine.is_unreachable(context, &error) => {
+                unreachable.push((context.clone(), error));
+                Ok(Answer::Late)
+            }
+            Err(error) => Err(engine.error(error)),
+        }
+    });
+    for (context, error) in unreachable {
+        engine.error_in(&context, error);
+    }
+    asked
+}
+
+/// Removes invalid markers, each given by its stream and bound: their events fell into a capture that began between
+/// the check and the record. The frees that they covered get a new marker. Returns whether there were any.
+fn drop_void(engine: &Engine, void: &[(u32, u64)]) -> bool {
+    if void.is_empty() {
+        return false;
+    }
+    let (mut gone, mut captured) = (Vec::new(), Vec::new());
+    let mut heap = engine.lock();
+    for (stream, bound) in void {
+        captured.push(heap.streams[*stream].raw);
+        if let Some(marker) = heap.streams.void(*stream, *bound) {
+            heap.stats.failed_markers += 1;
+            gone.push(marker);
+        }
+    }
+    drop(heap);
+    for raw in captured {
+        let stream = std::ptr::with_exposed_provenance_mut(raw);
+        engine.driver().suspect_capture(stream);
+    }
+    // The events are destroyed here, unless another thread is querying them.
+    !gone.is_empty()
 }
 
 #[cfg(all(test, feature = "sim", not(loom)))]

@@ -1,29 +1,22 @@
-//! The engine: one lock around the heap, and all driver calls outside it.
+//! The engine: one lock around the heap, and the driver calls that every feature needs.
+//!
+//! [`Engine`] owns the lock and what no lock guards. Its methods are in this module, in `naming` (streams as calls name
+//! them) and `markers`, and in the files of `calls` for allocations and frees. The driver calls of a feature are
+//! functions in the feature's own folder.
 
 pub(crate) mod bench;
-pub(crate) mod calls;
-pub(crate) mod close;
 pub(crate) mod contexts;
-pub(crate) mod debug;
-pub(crate) mod debug_table;
 pub(crate) mod decay;
-pub(crate) mod free;
-pub(crate) mod graph;
-pub(crate) mod graph_again;
-pub(crate) mod graph_pools;
-pub(crate) mod graph_uses;
+pub(crate) mod device;
 pub(crate) mod hooks;
+pub(crate) mod idle;
 pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
-pub(crate) mod orphans;
 pub(crate) mod recorded;
 pub(crate) mod release;
-pub(crate) mod segments;
 pub(crate) mod self_test;
-pub(crate) mod small;
-pub(crate) mod suspend;
 pub(crate) mod trial;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -31,22 +24,23 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use crate::driver::sys::CUresult;
 use crate::driver::{Context, Device, Driver, DriverError, Feature, MemoryProperties, process};
+use crate::locks::lines;
 use crate::sync::event::EventPools;
+use log::Level;
 
 use crate::allocator::cache::stream_cache::{KeepAlive, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
-use crate::allocator::engine::bench::Unfinished;
-use crate::allocator::engine::debug_table::Debug;
+use crate::allocator::debug::Debug;
+use crate::allocator::engine::bench::ViewTests;
 use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
-use crate::allocator::engine::segments::Suspender;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Bounds;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::Maker;
 use crate::allocator::physical::policy::Rules;
+use crate::allocator::suspend::hooks::Suspender;
 use crate::error::{Error, RareLog};
-use crate::locks::held::Mutex;
 use crate::locks::lock::{Held, Lock};
 use crate::nvtx::{self, Tool};
 
@@ -62,13 +56,13 @@ pub(crate) struct Engine {
     /// Unique number of the allocator in the process; starts at 1.
     pub id: u64,
     /// The allocator's id while stream caches may serve calls alone and the context is not lost; otherwise 0.
-    at_once: AtomicU64,
+    fast: AtomicU64,
     /// Maps each page to its stream cache.
     pub pages: Arc<PageTable>,
     /// Number of blocks in large-block caches, live or free: while it is 0, no stream cache is searched.
     pub in_large_caches: Arc<AtomicU32>,
     /// Number of the newest finding of a capture for which a context-wide wait was refused.
-    pub told: AtomicU64,
+    pub refused_finding: AtomicU64,
     /// Whether every call queries if its stream is capturing, even where it needs no other driver call.
     ask_captures: bool,
     /// Whether the program promises never to capture a stream that the allocator knows.
@@ -80,18 +74,13 @@ pub(crate) struct Engine {
     /// Whether deferred frees wait in the heap for a call that may perform them.
     pub deferred: AtomicBool,
     /// Whether the log already says that the allocator outlives its handles because of a capture.
-    pub waits: AtomicBool,
+    pub orphan_logged: AtomicBool,
     pub context: Context,
     /// A weak reference to itself, for work that outlives the current call.
     me: Weak<Engine>,
     pub device: Device,
     pub rules: Rules,
-    /// Whether the settings allow views.
-    pub views: bool,
-    /// Whether the device is tested before the first view.
-    pub self_test: bool,
-    /// Whether the device failed that test.
-    pub views_failed: AtomicBool,
+    pub views: ViewTests,
     pub properties: MemoryProperties,
     /// Devices that may access the memory, its own first.
     pub access: Vec<Device>,
@@ -105,11 +94,9 @@ pub(crate) struct Engine {
     /// Limits the log lines about markers that could not be recorded.
     pub log: RareLog,
     /// Number of handles to this engine.
-    handles: AtomicUsize,
+    pub handles: AtomicUsize,
     /// Number of retirements begun.
     retirements: AtomicU64,
-    /// Self-tests of views that could not be waited for.
-    pub unfinished: Mutex<Vec<Unfinished>>,
     heap: OwnCacheLine<Lock<Heap>>,
     lost: OnceLock<DriverError>,
     /// Number of open scopes of graph pools.
@@ -188,11 +175,11 @@ impl Engine {
         let debug = Debug::of(config.debug);
         // With either of these, caches serve no call without a query of the stream.
         let ask_captures = config.capture_checks || debug.is_some();
-        let at_once = match rules.caches() && !ask_captures {
+        let fast_id = match rules.caches() && !ask_captures {
             true => id,
             false => 0,
         };
-        let pages = Arc::new(PageTable::new(at_once));
+        let pages = Arc::new(PageTable::new(fast_id));
         let mut tuning = config.tuning();
         if !rules.maps() {
             // The profile belongs to the packed policy, and so does the order of waits that it implies.
@@ -217,9 +204,7 @@ impl Engine {
                 context: context.clone(),
                 device: device.clone(),
                 rules,
-                views: rules.maps() && config.views,
-                self_test: config.self_test,
-                views_failed: AtomicBool::new(false),
+                views: ViewTests::new(rules.maps() && config.views, config.self_test),
                 properties,
                 access,
                 total_memory,
@@ -235,21 +220,19 @@ impl Engine {
                 unretired,
                 context_checks: config.context_checks,
                 in_large_caches: Arc::clone(&heap.caches.in_large_caches),
-                unfinished: Mutex::default(),
                 heap: OwnCacheLine(Lock::new(heap)),
                 pages,
                 lost: OnceLock::new(),
-                at_once: AtomicU64::new(at_once),
+                fast: AtomicU64::new(fast_id),
                 scopes: AtomicU64::new(0),
                 decay: Decay::of(config),
                 debug,
                 deferred: AtomicBool::new(false),
-                waits: AtomicBool::new(false),
-                told: AtomicU64::new(0),
+                orphan_logged: AtomicBool::new(false),
+                refused_finding: AtomicU64::new(0),
             }
         });
         process::do_postponed();
-        engine.recall_aliasing();
         Ok(engine)
     }
 
@@ -282,65 +265,22 @@ impl Engine {
         }
     }
 
-    /// Ends an engine without handles: releases everything now, or when the last block is freed.
-    pub(crate) fn abandon(&self) {
-        if self.usable().is_err() || self.handles.load(Ordering::Acquire) > 0 {
-            return;
-        }
-        if self.debug.is_some() && !self.lock().orphaned {
-            self.free_deferred();
-            self.release_quarantine(0);
-            self.report_leaks();
-        }
-        {
-            let mut heap = self.lock();
-            if heap.closed {
-                return;
-            }
-            heap.set_orphaned(true);
-        }
-        // If this frees the last blocks, it closes the engine, or registers it as an orphan.
-        self.free_deferred();
-        if self.outlives_capture() {
-            return;
-        }
-        match self.close() {
-            Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
-            // The remaining blocks may belong to a stream that is capturing.
-            Err(Error::InUse { .. })
-                if self.deferred.load(Ordering::Relaxed) || self.lock().graphs.are_leased() =>
-            {
-                self.outlive_capture();
-            }
-            Err(Error::InUse { .. }) => {}
-            Err(Error::Capturing { .. }) => self.outlive_capture(),
-            // The driver may accept later what it refused this time.
-            Err(error) => self.outlive_refusal(&error),
-        }
-    }
-
-    /// [`unwatched`](Self::unwatched), and no recording needs the operations of stream caches.
-    #[inline(always)]
-    pub(crate) fn unseen(&self) -> bool {
-        self.at_once_id() != 0 && process::is_quiet()
-    }
-
     /// Whether stream caches may serve a call without further checks.
     #[inline(always)]
-    pub(crate) fn unwatched(&self) -> bool {
-        self.at_once_id() != 0 && process::is_unwatched()
+    pub(crate) fn is_fast(&self) -> bool {
+        self.fast_id() != 0 && process::is_unwatched()
     }
 
     /// Returns the id by which threads find their stream caches; 0, which matches none, if further checks are required.
     #[inline(always)]
-    pub(crate) fn at_once_id(&self) -> u64 {
-        self.at_once.load(Ordering::Relaxed)
+    pub(crate) fn fast_id(&self) -> u64 {
+        self.fast.load(Ordering::Relaxed)
     }
 
     /// Whether a call has to check more than its stream cache: the process was forked or is exiting, or captures
     /// streams.
     #[inline]
-    pub(crate) fn watchful(&self) -> bool {
+    pub(crate) fn needs_checks(&self) -> bool {
         !process::is_unwatched() || self.ask_captures
     }
 
@@ -356,7 +296,7 @@ impl Engine {
     /// Whether the owner of a stream may begin to capture it at any time, so that calls which do not name it must not
     /// query it.
     pub(crate) fn may_capture(&self) -> bool {
-        !self.no_captures && (self.watchful() || process::has_captured())
+        !self.no_captures && (self.needs_checks() || process::has_captured())
     }
 
     #[inline]
@@ -379,7 +319,7 @@ impl Engine {
     /// Converts a driver error, and remembers a lost context.
     pub(crate) fn error(&self, error: DriverError) -> Error {
         if error.is_fatal() && !self.is_of_another(&error) {
-            self.at_once.store(0, Ordering::Relaxed);
+            self.fast.store(0, Ordering::Relaxed);
             self.pages.stop();
             return Error::ContextLost(*self.lost.get_or_init(|| error));
         }
@@ -437,6 +377,76 @@ impl Engine {
 
 /// Shared ownership of the engine of an allocator and its blocks.
 pub(crate) type Shared = Arc<Engine>;
+
+impl Engine {
+    /// Whether an error of a driver call concerns only the context of the stream or event that the call used, and not
+    /// the allocator's: that context was destroyed, or its handles cannot be trusted.
+    pub(crate) fn is_unreachable(&self, context: &Context, error: &DriverError) -> bool {
+        context.id() != self.context.id()
+            && matches!(
+                error.code(),
+                CUresult::CUDA_ERROR_INVALID_CONTEXT
+                    | CUresult::CUDA_ERROR_INVALID_HANDLE
+                    | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            )
+    }
+
+    /// Converts the error of a driver call that used an object of a context. If that context is
+    /// [unreachable](Self::is_unreachable), the heap records this, and the allocator stays usable.
+    pub(crate) fn error_in(&self, context: &Context, error: DriverError) -> Error {
+        if !self.is_unreachable(context, &error) {
+            return self.error(error);
+        }
+        let device = context.device().ordinal();
+        if error.code() == CUresult::CUDA_ERROR_INVALID_HANDLE {
+            let news = {
+                let heap = &mut *self.lock();
+                let known = heap.streams.distrust_of(context.id()).is_some();
+                let streams = heap.streams.distrust(context.id(), error);
+                for stream in &streams {
+                    heap.caches.stop_queries(*stream);
+                }
+                !known && !streams.is_empty()
+            };
+            if news {
+                lines::say(
+                    Level::Warn,
+                    module_path!(),
+                    format_args!(
+                        "allocator {}: a context on device {device} is not used until its streams are retired: {error}",
+                        self.id
+                    ),
+                );
+            }
+        } else {
+            self.end_context(context);
+        }
+        Error::Driver(error)
+    }
+
+    /// Records that another context was destroyed with all its objects.
+    pub(crate) fn end_context(&self, context: &Context) {
+        lines::say(
+            Level::Warn,
+            module_path!(),
+            format_args!(
+                "allocator {}: a context on device {} is gone, but its streams were not retired",
+                self.id,
+                context.device().ordinal()
+            ),
+        );
+        let held = self.lock().end_context(context.id(), &self.context);
+        drop(held);
+    }
+}
+
+impl Engine {
+    /// Whether requests may go to graph pools.
+    #[inline]
+    pub(crate) fn is_scoped(&self) -> bool {
+        self.scopes.load(Ordering::Relaxed) > 0
+    }
+}
 
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {

@@ -1,8 +1,11 @@
 //! Identification of streams: handles and ids, default streams, and whether a stream is capturing.
 
+use crate::allocator::engine::leaving;
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
+use crate::allocator::cache::stream_cache::thread;
 use crate::allocator::engine::Engine;
+use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::{Holder, Slot, StreamKey};
 use crate::allocator::stream::slot::{is_per_thread, is_special};
 use crate::error::{Error, StreamMisuse};
@@ -50,7 +53,7 @@ impl Engine {
         self.usable()?;
         let key = if is_special(raw) {
             StreamKey::Id(self.special_key(raw)?)
-        } else if let Some(key) = self.key_at_hand(raw as usize) {
+        } else if let Some(key) = thread::key_of_handle(self.id, raw as usize) {
             StreamKey::Id(key)
         } else {
             // SAFETY: the caller guarantees that the stream is valid.
@@ -228,7 +231,7 @@ impl Engine {
     pub(crate) fn prune(&self) {
         let alone = self.lock().streams.held_here_alone();
         for (stream, key) in alone {
-            if let Err(error) = self.retire_slot(stream, key) {
+            if let Err(error) = leaving::retire_slot(self, stream, key) {
                 self.log_marker_failure(&error);
             }
         }
@@ -289,6 +292,20 @@ pub(crate) struct Named<'a> {
 }
 
 impl<'a> Named<'a> {
+    /// A stream that a call names by its handle, and whose id is known.
+    pub(crate) fn by_handle(key: u64, raw: sys::CUstream) -> Self {
+        Named {
+            key: StreamKey::Id(key),
+            raw,
+            stream: None,
+        }
+    }
+
+    /// Returns the stream as a user of graph pools, in the capture `since` if it is in one.
+    pub(crate) fn user(&self, since: Option<u64>) -> User {
+        User::new(self.key, self.raw as usize, self.kept().cloned(), since)
+    }
+
     /// Returns the caller's stream object, if it may be kept as long as the stream is needed.
     pub(crate) fn kept(&self) -> Option<&'a Stream> {
         self.stream.filter(|stream| {

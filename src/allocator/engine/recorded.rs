@@ -1,14 +1,14 @@
 //! Recordings: how they begin and end, and what allocators write at their start.
 
+use crate::allocator::cache::lives::clear_waiting_taps;
+use crate::allocator::inspect::recording::record_state;
+use crate::allocator::recording::unnumbered_handle;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::inspect::recording::record_state;
-use crate::allocator::recording::unnumbered_handle;
 
-use crate::allocator::cache::lives::clear_waiting_taps;
 use crate::allocator::config::Limit;
 use crate::allocator::engine::Engine;
 use crate::driver::process;
@@ -144,52 +144,50 @@ fn engines() -> Vec<Arc<Engine>> {
     engines.iter().filter_map(Weak::upgrade).collect()
 }
 
-impl Engine {
-    /// Called when a call of the program has its block and holds no lock, because it may record the stack.
-    #[inline(always)]
-    pub(crate) fn sample(&self, made: &Result<Grant, Error>, bytes: usize) {
-        if sample::is_on()
-            && let Ok(grant) = made
-        {
-            let bytes = bytes as u64;
-            sample::allocated(bytes, || self.sampled(grant, bytes));
-        }
+/// Called when a call of the program has its block and holds no lock, because it may record the stack.
+#[inline(always)]
+pub(crate) fn sample(engine: &Engine, made: &Result<Grant, Error>, bytes: usize) {
+    if sample::is_on()
+        && let Ok(grant) = made
+    {
+        let bytes = bytes as u64;
+        sample::allocated(bytes, || sampled(engine, grant, bytes));
     }
+}
 
-    /// Returns the record of a block's stack, with the handle of a stream that has no number in records.
-    fn sampled(&self, grant: &Grant, bytes: u64) -> (Event, Option<u64>) {
-        let stream = match grant.place.record() {
-            Some(id) => self.lock().extents.records[id].stream,
-            None => grant.place.home().lock().slot,
-        };
-        let handle = match has_number(stream) {
-            true => None,
-            false => unnumbered_handle(&self.lock().streams, stream),
-        };
-        let event = Event {
-            kind: Kind::Sample,
-            at: grant.ptr(),
-            bytes,
-            stream,
-            allocator: self.id,
-        };
-        (event, handle)
+/// Returns the record of a block's stack, with the handle of a stream that has no number in records.
+fn sampled(engine: &Engine, grant: &Grant, bytes: u64) -> (Event, Option<u64>) {
+    let stream = match grant.place.record() {
+        Some(id) => engine.lock().extents.records[id].stream,
+        None => grant.place.home().lock().slot,
+    };
+    let handle = match has_number(stream) {
+        true => None,
+        false => unnumbered_handle(&engine.lock().streams, stream),
+    };
+    let event = Event {
+        kind: Kind::Sample,
+        at: grant.ptr(),
+        bytes,
+        stream,
+        allocator: engine.id,
+    };
+    (event, handle)
+}
+
+/// Registers an allocator with recordings that begin later, and reports it to one in progress.
+pub(crate) fn enrol(engine: &Arc<Engine>) {
+    if process::is_forked_child() {
+        return;
     }
-
-    /// Registers an allocator with recordings that begin later, and reports it to one in progress.
-    pub(crate) fn enrol(self: &Arc<Self>) {
-        if process::is_forked_child() {
-            return;
-        }
-        {
-            let mut engines = ENGINES.lock();
-            engines.retain(|engine| engine.strong_count() > 0);
-            engines.push(Arc::downgrade(self));
-        }
-        if process::is_recording() {
-            let ticks = crate::event::clock::ticks();
-            record_state(&mut self.lock(), ticks, self.total_memory);
-        }
+    {
+        let mut engines = ENGINES.lock();
+        engines.retain(|engine| engine.strong_count() > 0);
+        engines.push(Arc::downgrade(engine));
+    }
+    if process::is_recording() {
+        let ticks = crate::event::clock::ticks();
+        record_state(&mut engine.lock(), ticks, engine.total_memory);
     }
 }
 

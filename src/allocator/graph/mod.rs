@@ -19,6 +19,7 @@ pub(crate) mod lease;
 pub(crate) mod order;
 pub(crate) mod plan;
 pub(crate) mod pooled;
+pub(crate) mod run;
 pub(crate) mod scope;
 pub(crate) mod user;
 

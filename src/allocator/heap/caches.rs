@@ -160,7 +160,7 @@ impl Heap {
                 return false;
             };
             inner.account_free(live);
-            inner.tell_freed(ptr, live.requested);
+            inner.record_free(ptr, live.requested);
             if live.using == Using::NONE {
                 inner.runs.put(node, live.granules);
             } else {

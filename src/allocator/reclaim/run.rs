@@ -4,535 +4,490 @@
 //! again. Driver calls happen without the lock; the memory that they work on is claimed before, so that no other call
 //! can use it, and restored if they fail.
 //!
-//! Callers have to consider that the lock may have been released in between. Only `engine/calls.rs` calls this module.
+//! Callers have to consider that the lock may have been released in between. Only `calls/allocate.rs` calls this module.
 
+use crate::allocator::engine::contexts;
+use crate::allocator::engine::device;
 use crate::allocator::engine::markers::Questions;
+use crate::allocator::engine::release;
+use crate::allocator::graph::run::pools;
 use crate::allocator::inspect::shortage::out_of_memory;
-use crate::allocator::plan::{alias, growth, release};
+use crate::allocator::plan::growth::Growth;
+use crate::allocator::plan::{self, alias, growth};
+use crate::allocator::reclaim::stitch;
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
 
 use crate::allocator::config::Waits;
-use crate::allocator::engine::graph_pools::SOON;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
+use crate::allocator::graph::run::pools::SOON;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::address::FIRST_LEASE;
 use crate::allocator::physical::commit;
 use crate::allocator::physical::{Fresh, GrowthFailure};
-use crate::allocator::plan::growth::Growth;
 use crate::allocator::reclaim::choice::{Reclaim, Step};
 use crate::allocator::report::Regime;
-use crate::allocator::size::PHYSICAL_GRANULE;
 use crate::allocator::view::mapping::ViewRun;
+use crate::error::Error;
 use crate::error::memory::Bytes;
-use crate::error::{Error, OutOfMemory};
 use crate::nvtx::{self, Category};
 
 /// Maximum number of invalid markers that a request tolerates.
 const VOID_WAITS: u32 = 16;
 
-impl Engine {
-    /// Runs a closure without the lock.
-    pub(crate) fn unlocked<'a, T>(
-        &'a self,
-        heap: Guard<'a>,
-        work: impl FnOnce() -> Result<T, Error>,
-    ) -> Result<(Guard<'a>, T), Error> {
-        drop(heap);
-        let done = work()?;
-        Ok((self.lock(), done))
-    }
+/// Runs a closure without the lock.
+pub(crate) fn unlocked<'a, T>(
+    engine: &'a Engine,
+    heap: Guard<'a>,
+    work: impl FnOnce() -> Result<T, Error>,
+) -> Result<(Guard<'a>, T), Error> {
+    drop(heap);
+    let done = work()?;
+    Ok((engine.lock(), done))
+}
 
-    /// Polls the uses of other streams for a request of a stream.
-    pub(crate) fn poll_before<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        stream: u32,
-    ) -> Result<Guard<'a>, Error> {
-        match Questions::of(&mut heap, stream) {
-            None => Ok(heap),
-            Some(questions) => Ok(self.unlocked(heap, || self.poll_with(stream, questions))?.0),
-        }
+/// Polls the uses of other streams for a request of a stream.
+pub(crate) fn poll_before<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    stream: u32,
+) -> Result<Guard<'a>, Error> {
+    match Questions::of(&mut heap, stream) {
+        None => Ok(heap),
+        Some(questions) => Ok(unlocked(engine, heap, || engine.poll_with(stream, questions))?.0),
     }
+}
 
-    /// Records the due markers for blocks that left the large-block caches, in a call that names a stream.
-    pub(crate) fn mark_due<'a>(&'a self, mut heap: Guard<'a>, named: u32) -> Guard<'a> {
-        if heap.caches.due.is_empty() {
-            return heap;
-        }
-        let state = &mut *heap;
-        let due = state.caches.take_due(&state.streams, named);
-        drop(heap);
-        self.mark_all(due);
-        self.lock()
+/// Records the due markers for blocks that left the large-block caches, in a call that names a stream.
+pub(crate) fn mark_due<'a>(engine: &'a Engine, mut heap: Guard<'a>, named: u32) -> Guard<'a> {
+    if heap.caches.due.is_empty() {
+        return heap;
     }
+    let state = &mut *heap;
+    let due = state.caches.take_due(&state.streams, named);
+    drop(heap);
+    engine.mark_all(due);
+    engine.lock()
+}
 
-    /// Completes the work of idle streams. Streams that were idle for long enough become inactive, and the others
-    /// are served as if they were alone.
-    fn complete_idle_streams<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        stream: u32,
-    ) -> Result<Guard<'a>, Error> {
-        let idle = heap.streams.count_request_and_find_idle(stream);
-        if idle.is_empty() {
-            return Ok(heap);
-        }
-        let mut ours = heap.streams.kept_uncovered();
-        ours.retain(|(kept, _)| idle.contains(kept));
-        if !ours.is_empty() || !heap.streams.has_no_markers() {
-            (heap, _) = self.unlocked(heap, || {
-                self.cover_all(&ours)?;
-                self.poll_some(|stream| idle.contains(&stream))
-            })?;
-        }
-        let mut changed = false;
-        for stream in idle {
-            changed |= heap.streams.deactivate_if_due(stream);
-        }
-        if changed {
-            heap.streams_changed();
-        }
-        Ok(heap)
+/// Completes the work of idle streams. Streams that were idle for long enough become inactive, and the others are
+/// served as if they were alone.
+fn complete_idle_streams<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    stream: u32,
+) -> Result<Guard<'a>, Error> {
+    let idle = heap.streams.count_request_and_find_idle(stream);
+    if idle.is_empty() {
+        return Ok(heap);
     }
-
-    /// Finds or makes room for a request. Returns the extent, claimed and ready for its stream, and whether the request
-    /// counts as a miss.
-    pub(crate) fn obtain<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        want: &Want,
-    ) -> Result<(Guard<'a>, u32, bool), Error> {
-        if heap.streams.reactivated {
-            heap.streams_changed();
-        }
-        if self.unretired && heap.physical.tuning.waits != Waits::Never {
-            (heap, ()) = self.unlocked(heap, || self.wait_for_unretired())?;
-        }
-        if heap.streams.several() {
-            heap = self.complete_idle_streams(heap, want.stream)?;
-        }
-        if heap.streams.several() {
-            heap = self.poll_before(heap, want.stream)?;
-        } else {
-            heap.extents.adopt_complete(want.space, want.stream);
-        }
-        heap.physical.count_request(want);
-        let mut reclaim = Reclaim::new(&self.hooks, self.total_memory);
-        let (mut void, mut missed) = (0, false);
-        loop {
-            reclaim.views = self.views_allowed();
-            let step = reclaim.next(&mut heap, want);
-            missed |= step.is_miss();
-            let taken;
-            (heap, taken) = match self.take_step(heap, want, step, &mut reclaim) {
-                // The marker of the wait was invalid, and has been removed.
-                Err(Error::Driver(error)) if is_void_wait(&error) && void < VOID_WAITS => {
-                    void += 1;
-                    (self.poll_before(self.lock(), want.stream)?, None)
-                }
-                Err(error) => {
-                    if let Some((before, with)) = reclaim.active {
-                        let mut heap = self.lock();
-                        // Other requests may have raised the peak since.
-                        if heap.peak_active == with {
-                            heap.peak_active = before;
-                        }
-                    }
-                    return Err(error);
-                }
-                Ok(step) => step,
-            };
-            let Some(id) = taken else {
-                continue;
-            };
-            if let Some(regime) = reclaim.regime {
-                heap.recorder.record_regime(heap.physical.regime);
-                // The taken memory is claimed.
-                (heap, ()) = self.unlocked(heap, || {
-                    self.log_regime(regime);
-                    Ok(())
-                })?;
-            }
-            return Ok((heap, id, missed));
-        }
+    let mut ours = heap.streams.kept_uncovered();
+    ours.retain(|(kept, _)| idle.contains(kept));
+    if !ours.is_empty() || !heap.streams.has_no_markers() {
+        (heap, _) = unlocked(engine, heap, || {
+            engine.cover_all(&ours)?;
+            engine.poll_some(|stream| idle.contains(&stream))
+        })?;
     }
+    let mut changed = false;
+    for stream in idle {
+        changed |= heap.streams.deactivate_if_due(stream);
+    }
+    if changed {
+        heap.streams_changed();
+    }
+    Ok(heap)
+}
 
-    /// Executes a step of the reclaim, and returns the extent if it found or made one. Driver calls are made without
-    /// the lock.
-    fn take_step<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        want: &Want,
-        step: Step,
-        reclaim: &mut Reclaim<'_>,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        match step {
-            Step::Take(run) => {
-                let id = heap.take(want, run);
-                heap.stats.reclaim.ready += u64::from(id.is_some());
-                Ok((heap, id))
+/// Finds or makes room for a request. Returns the extent, claimed and ready for its stream, and whether the request
+/// counts as a miss.
+pub(crate) fn obtain<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    want: &Want,
+) -> Result<(Guard<'a>, u32, bool), Error> {
+    if heap.streams.reactivated {
+        heap.streams_changed();
+    }
+    if engine.unretired && heap.physical.tuning.waits != Waits::Never {
+        (heap, ()) = unlocked(engine, heap, || engine.wait_for_unretired())?;
+    }
+    if heap.streams.several() {
+        heap = complete_idle_streams(engine, heap, want.stream)?;
+    }
+    if heap.streams.several() {
+        heap = poll_before(engine, heap, want.stream)?;
+    } else {
+        heap.extents.adopt_complete(want.space, want.stream);
+    }
+    heap.physical.count_request(want);
+    let mut reclaim = Reclaim::new(&engine.hooks, engine.total_memory);
+    let (mut void, mut missed) = (0, false);
+    loop {
+        reclaim.views = engine.views.are_allowed();
+        let step = reclaim.next(&mut heap, want);
+        missed |= step.is_miss();
+        let taken;
+        (heap, taken) = match take_step(engine, heap, want, step, &mut reclaim) {
+            // The marker of the wait was invalid, and has been removed.
+            Err(Error::Driver(error)) if is_void_wait(&error) && void < VOID_WAITS => {
+                void += 1;
+                (poll_before(engine, engine.lock(), want.stream)?, None)
             }
-            Step::Claim(part) => {
-                let claimed = heap.claim(want.space, part.first, part.skip, part.granules);
-                self.wait_for(heap, want, claimed)
-            }
-            Step::View(run) => self.take_in_view(heap, want, run),
-            Step::Flush => {
-                heap.stats.reclaim.flushed += u64::from(heap.flush_caches());
-                Ok((heap, None))
-            }
-            Step::Complete => {
-                heap.complete_advanced();
-                // Other threads can take the lock between two rounds.
-                drop(heap);
-                Ok((self.lock(), None))
-            }
-            Step::Poll => {
-                heap.streams.reset_backoff();
-                Ok((self.poll_before(heap, want.stream)?, None))
-            }
-            Step::EmptyCaches => {
-                if heap.empty_large_caches() {
-                    heap = self.mark_due(heap, want.stream);
-                    heap = self.poll_before(heap, want.stream)?;
-                }
-                // Includes the requesting stream, because some uses require complete memory.
-                let full = heap.streams.full_batches(|stream| stream == want.stream);
-                if !full.is_empty() {
-                    (heap, _) = self.unlocked(heap, || self.cover_all(&full))?;
-                }
-                Ok((heap, None))
-            }
-            Step::Fail => {
-                // The next request queries the driver again: other processes may have freed memory meanwhile.
-                heap.physical.full_at = None;
-                if heap.graphs.held > 0 && !reclaim.beyond {
-                    let spared;
-                    (heap, spared) = self.unlocked(heap, || {
-                        self.ask_pools()?;
-                        self.await_leases(SOON, |pool| pool.has_only_free());
-                        self.dissolve_pools(true)
-                    })?;
-                    if spared > 0 {
-                        reclaim.restart();
-                        return Ok((heap, None));
+            Err(error) => {
+                if let Some((before, with)) = reclaim.active {
+                    let mut heap = engine.lock();
+                    // Other requests may have raised the peak since.
+                    if heap.peak_active == with {
+                        heap.peak_active = before;
                     }
                 }
-                let cause = reclaim.cause(&heap, want);
-                let error = out_of_memory(&mut heap, want);
-                if reclaim.regime.is_some() {
-                    heap.recorder.record_regime(heap.physical.regime);
-                }
-                drop(heap);
-                if let Some(regime) = reclaim.regime {
-                    self.log_regime(regime);
-                }
-                Err(self.out_of_memory(error, cause))
-            }
-            step => self.unlocked(heap, || self.execute(want, step, reclaim)),
-        }
-    }
-
-    /// Queues the waits that a claimed extent needs on the stream. If that fails, the extent is restored.
-    fn wait_for<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        want: &Want,
-        claimed: Option<(u32, Vec<Shard>)>,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some((id, shards)) = claimed else {
-            return Ok((heap, None));
-        };
-        let waits = heap.streams.waits_for(want.stream, &shards);
-        if waits.is_empty() {
-            return Ok((heap, Some(id)));
-        }
-        drop(heap);
-        let waited = self.queue_waits(want.stream, &waits);
-        drop(waits);
-        heap = self.lock();
-        if let Err(error) = waited {
-            heap.restore(want.space, id, shards);
-            return Err(error);
-        }
-        Ok((heap, Some(id)))
-    }
-
-    /// Takes a run in a view, after the waits that it needs.
-    pub(crate) fn take_in_view<'a>(
-        &'a self,
-        mut heap: Guard<'a>,
-        want: &Want,
-        run: ViewRun,
-    ) -> Result<(Guard<'a>, Option<u32>), Error> {
-        let Some(view) = heap.views.map.get(&run.base) else {
-            return Ok((heap, None));
-        };
-        let parts = view.home_parts(run.offset, want.granules);
-        let Some(mut aliased) = alias::claim(&mut heap, want.space, want.stream, &parts) else {
-            return Ok((heap, None));
-        };
-        if !aliased.waits.is_empty() {
-            // The view must not be removed while the waits are queued.
-            heap.views.hold_view(run.base, true);
-            drop(heap);
-            let waits = std::mem::take(&mut aliased.waits);
-            let waited = self.queue_waits(want.stream, &waits);
-            drop(waits);
-            heap = self.lock();
-            heap.views.hold_view(run.base, false);
-            if let Err(error) = waited {
-                alias::restore(&mut heap, want.space, aliased);
                 return Err(error);
             }
-        }
-        heap.stats.reclaim.views += 1;
-        let parts = aliased.parts.into_iter().map(|(id, _)| id).collect();
-        let state = &mut *heap;
-        let records = &mut state.extents.records;
-        let id = (state.views).add_block(records, run.base, run.offset, want.granules, parts);
-        Ok((heap, Some(id)))
-    }
-
-    // ---- steps that need the driver, without the lock ----------------------------------------------
-
-    /// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step created one.
-    pub(crate) fn execute(
-        &self,
-        want: &Want,
-        step: Step,
-        reclaim: &mut Reclaim<'_>,
-    ) -> Result<Option<u32>, Error> {
-        match step {
-            Step::Stitch(stitch) => {
-                let id = self.stitch(want, *stitch, reclaim)?;
-                reclaim.no_stitch = id.is_none();
-                return Ok(id);
-            }
-            Step::Grow(growth) => return self.grow(want, growth, reclaim),
-            Step::Segment(fresh) => return self.grow_segment(want, &fresh, reclaim),
-            Step::Supply(fresh) => self.supply(want, fresh, reclaim)?,
-            Step::Reserve(space, bytes) => match self.reserve_span(space, bytes) {
-                Err(Error::Driver(error)) if space == SpaceId::Views => {
-                    reclaim.abandon_stitch(error);
-                }
-                Err(Error::Driver(error)) => reclaim.no_addresses = Some(error),
-                done => done?,
-            },
-            Step::Evict(idle) => self.evict(&idle)?,
-            Step::FreeAddresses(idle) => match self.evict(&idle) {
-                Err(Error::Driver(error)) => reclaim.abandon_stitch(error),
-                done => done?,
-            },
-            Step::Retry => match self.release_quarantined() {
-                // Memory that still cannot be unmapped stays set apart.
-                Ok(_) | Err(Error::Driver(_)) => {}
-                Err(error) => return Err(error),
-            },
-            Step::Release(plan) => {
-                self.release(plan)?;
-            }
-            Step::Mark(key) => self.mark_unless_idle(want.stream, key)?,
-            Step::HostWait(stream, bound, event) => self.host_wait(stream, bound, event)?,
-            Step::Hook(hook, bytes) => {
-                hook.run(bytes);
-                // The hook may have released memory to the driver that was not the allocator's.
-                self.lock().physical.full_at = None;
-            }
-            Step::QueryDevice => self.query_device(),
-            Step::Synchronise => match self.synchronise(false) {
-                // This step is unavailable while a stream is capturing.
-                Err(Error::Capturing { .. }) => {}
-                done => done?,
-            },
-            // Executed under the lock.
-            Step::Take(_)
-            | Step::Claim(_)
-            | Step::View(_)
-            | Step::Flush
-            | Step::Complete
-            | Step::EmptyCaches
-            | Step::Poll
-            | Step::Fail => {}
-        }
-        Ok(None)
-    }
-
-    /// Queries the free memory of the device, which bounds growth from then on.
-    pub(crate) fn query_device(&self) {
-        let info = self.context.enter().and_then(|entered| entered.mem_info());
-        let mut heap = self.lock();
-        let held = heap.present();
-        heap.physical
-            .note_free(info.ok().map(|info| info.free), held);
-    }
-
-    fn log_regime(&self, regime: Regime) {
-        log::debug!("allocator {}: memory is {}", self.id, regime.name());
-    }
-
-    fn log_growth(&self, want: &Want, fresh: &Fresh) {
-        log::debug!(
-            "allocator {}: allocating {} from the driver for a request of {}: {}",
-            self.id,
-            Bytes(fresh.bytes()),
-            Bytes(want.requested),
-            fresh.reason.clause(),
-        );
-    }
-
-    /// Obtains memory from the driver.
-    fn grow(
-        &self,
-        want: &Want,
-        mut growth: Growth,
-        reclaim: &mut Reclaim<'_>,
-    ) -> Result<Option<u32>, Error> {
-        // These may be the last references to the events, which must not be destroyed under the lock.
-        let waits = std::mem::take(&mut growth.waits);
-        let made = grow_span(&growth.fresh, || commit::map(&self.maker(), &growth.fresh));
-        match made {
-            Ok(handles) => {
-                self.log_growth(want, &growth.fresh);
-                // The waits come before any split: if one fails, each part is restored unchanged.
-                let waited = self.queue_waits(want.stream, &waits);
-                drop(waits);
-                let mut heap = self.lock();
-                match waited {
-                    Ok(()) => {
-                        let id = growth::commit(&mut heap, want, &growth, &handles);
-                        Ok(Some(id))
-                    }
-                    Err(error) => {
-                        growth::commit_unused(&mut heap, want, growth, &handles);
-                        Err(error)
-                    }
-                }
-            }
-            Err(failure) => {
-                drop(waits);
-                self.not_grown(growth.fresh, failure, reclaim)?;
-                Ok(None)
-            }
-        }
-    }
-
-    /// Obtains free memory from the driver.
-    fn supply(&self, want: &Want, fresh: Fresh, reclaim: &mut Reclaim<'_>) -> Result<(), Error> {
-        match grow_span(&fresh, || commit::map(&self.maker(), &fresh)) {
-            Ok(handles) => {
-                self.log_growth(want, &fresh);
-                growth::commit_free(&mut self.lock(), want, &fresh, &handles);
+            Ok(step) => step,
+        };
+        let Some(id) = taken else {
+            continue;
+        };
+        if let Some(regime) = reclaim.regime {
+            heap.recorder.record_regime(heap.physical.regime);
+            // The taken memory is claimed.
+            (heap, ()) = unlocked(engine, heap, || {
+                log_regime(engine, regime);
                 Ok(())
+            })?;
+        }
+        return Ok((heap, id, missed));
+    }
+}
+
+/// Executes a step of the reclaim, and returns the extent if it found or made one. Driver calls are made without
+/// the lock.
+fn take_step<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    want: &Want,
+    step: Step,
+    reclaim: &mut Reclaim<'_>,
+) -> Result<(Guard<'a>, Option<u32>), Error> {
+    match step {
+        Step::Take(run) => {
+            let id = heap.take(want, run);
+            heap.stats.reclaim.ready += u64::from(id.is_some());
+            Ok((heap, id))
+        }
+        Step::Claim(part) => {
+            let claimed = heap.claim(want.space, part.first, part.skip, part.granules);
+            wait_for(engine, heap, want, claimed)
+        }
+        Step::View(run) => take_in_view(engine, heap, want, run),
+        Step::Flush => {
+            heap.stats.reclaim.flushed += u64::from(heap.flush_caches());
+            Ok((heap, None))
+        }
+        Step::Complete => {
+            heap.complete_advanced();
+            // Other threads can take the lock between two rounds.
+            drop(heap);
+            Ok((engine.lock(), None))
+        }
+        Step::Poll => {
+            heap.streams.reset_backoff();
+            Ok((poll_before(engine, heap, want.stream)?, None))
+        }
+        Step::EmptyCaches => {
+            if heap.empty_large_caches() {
+                heap = mark_due(engine, heap, want.stream);
+                heap = poll_before(engine, heap, want.stream)?;
             }
-            Err(failure) => self.not_grown(fresh, failure, reclaim),
+            // Includes the requesting stream, because some uses require complete memory.
+            let full = heap.streams.full_batches(|stream| stream == want.stream);
+            if !full.is_empty() {
+                (heap, _) = unlocked(engine, heap, || engine.cover_all(&full))?;
+            }
+            Ok((heap, None))
+        }
+        Step::Fail => {
+            // The next request queries the driver again: other processes may have freed memory meanwhile.
+            heap.physical.full_at = None;
+            if heap.graphs.held > 0 && !reclaim.beyond {
+                let spared;
+                (heap, spared) = unlocked(engine, heap, || {
+                    pools::poll_all(engine)?;
+                    pools::await_leases(engine, SOON, |pool| pool.has_only_free());
+                    pools::dissolve(engine, true)
+                })?;
+                if spared > 0 {
+                    reclaim.restart();
+                    return Ok((heap, None));
+                }
+            }
+            let cause = reclaim.cause(&heap, want);
+            let error = out_of_memory(&mut heap, want);
+            if reclaim.regime.is_some() {
+                heap.recorder.record_regime(heap.physical.regime);
+            }
+            drop(heap);
+            if let Some(regime) = reclaim.regime {
+                log_regime(engine, regime);
+            }
+            Err(device::out_of_memory(engine, error, cause))
+        }
+        step => unlocked(engine, heap, || execute(engine, want, step, reclaim)),
+    }
+}
+
+/// Queues the waits that a claimed extent needs on the stream. If that fails, the extent is restored.
+fn wait_for<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    want: &Want,
+    claimed: Option<(u32, Vec<Shard>)>,
+) -> Result<(Guard<'a>, Option<u32>), Error> {
+    let Some((id, shards)) = claimed else {
+        return Ok((heap, None));
+    };
+    let waits = heap.streams.waits_for(want.stream, &shards);
+    if waits.is_empty() {
+        return Ok((heap, Some(id)));
+    }
+    drop(heap);
+    let waited = engine.queue_waits(want.stream, &waits);
+    drop(waits);
+    heap = engine.lock();
+    if let Err(error) = waited {
+        heap.restore(want.space, id, shards);
+        return Err(error);
+    }
+    Ok((heap, Some(id)))
+}
+
+/// Takes a run in a view, after the waits that it needs.
+pub(crate) fn take_in_view<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    want: &Want,
+    run: ViewRun,
+) -> Result<(Guard<'a>, Option<u32>), Error> {
+    let Some(view) = heap.views.map.get(&run.base) else {
+        return Ok((heap, None));
+    };
+    let parts = view.home_parts(run.offset, want.granules);
+    let Some(mut aliased) = alias::claim(&mut heap, want.space, want.stream, &parts) else {
+        return Ok((heap, None));
+    };
+    if !aliased.waits.is_empty() {
+        // The view must not be removed while the waits are queued.
+        heap.views.hold_view(run.base, true);
+        drop(heap);
+        let waits = std::mem::take(&mut aliased.waits);
+        let waited = engine.queue_waits(want.stream, &waits);
+        drop(waits);
+        heap = engine.lock();
+        heap.views.hold_view(run.base, false);
+        if let Err(error) = waited {
+            alias::restore(&mut heap, want.space, aliased);
+            return Err(error);
         }
     }
+    heap.stats.reclaim.views += 1;
+    let parts = aliased.parts.into_iter().map(|(id, _)| id).collect();
+    let state = &mut *heap;
+    let records = &mut state.extents.records;
+    let id = (state.views).add_block(records, run.base, run.offset, want.granules, parts);
+    Ok((heap, Some(id)))
+}
 
-    /// Handles a growth for which the driver had no memory.
-    fn not_grown(
-        &self,
-        fresh: Fresh,
-        failure: GrowthFailure,
-        reclaim: &mut Reclaim<'_>,
-    ) -> Result<(), Error> {
-        let (error, asked, space) = (failure.error, fresh.bytes(), fresh.space);
-        let free = self.driver_free(error);
-        let mut heap = self.lock();
-        growth::revert(&mut heap, fresh);
-        release::set_apart(&mut heap, space, failure);
-        self.refused(&mut heap, error, free.min(asked - 1), reclaim)
-    }
-
-    /// Obtains a segment from the driver.
-    fn grow_segment(
-        &self,
-        want: &Want,
-        fresh: &Fresh,
-        reclaim: &mut Reclaim<'_>,
-    ) -> Result<Option<u32>, Error> {
-        let bytes = fresh.bytes();
-        let made = grow_span(fresh, || commit::allocate(&self.context, bytes));
-        if made.is_ok() {
-            self.log_growth(want, fresh);
+/// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step created one.
+pub(crate) fn execute(
+    engine: &Engine,
+    want: &Want,
+    step: Step,
+    reclaim: &mut Reclaim<'_>,
+) -> Result<Option<u32>, Error> {
+    match step {
+        Step::Stitch(stitch) => {
+            let id = stitch::stitch(engine, want, *stitch, reclaim)?;
+            reclaim.no_stitch = id.is_none();
+            return Ok(id);
         }
-        let free = made.map_or_else(|error| self.driver_free(error), |_| 0);
-        let mut heap = self.lock();
-        match made {
-            Ok(addr) => Ok(growth::commit_segment(&mut heap, want, fresh, addr)),
-            Err(error) => {
-                heap.physical.planned -= bytes;
-                self.refused(&mut heap, error, free.min(bytes - 1), reclaim)?;
-                Ok(None)
+        Step::Grow(growth) => return grow(engine, want, growth, reclaim),
+        Step::Segment(fresh) => return grow_segment(engine, want, &fresh, reclaim),
+        Step::Supply(fresh) => supply(engine, want, fresh, reclaim)?,
+        Step::Reserve(space, bytes) => match device::reserve_span(engine, space, bytes) {
+            Err(Error::Driver(error)) if space == SpaceId::Views => {
+                reclaim.abandon_stitch(error);
+            }
+            Err(Error::Driver(error)) => reclaim.no_addresses = Some(error),
+            done => done?,
+        },
+        Step::Evict(idle) => release::evict(engine, &idle)?,
+        Step::FreeAddresses(idle) => match release::evict(engine, &idle) {
+            Err(Error::Driver(error)) => reclaim.abandon_stitch(error),
+            done => done?,
+        },
+        Step::Retry => match release::release_quarantined(engine) {
+            // Memory that still cannot be unmapped stays set apart.
+            Ok(_) | Err(Error::Driver(_)) => {}
+            Err(error) => return Err(error),
+        },
+        Step::Release(plan) => {
+            release::release(engine, plan)?;
+        }
+        Step::Mark(key) => engine.mark_unless_idle(want.stream, key)?,
+        Step::HostWait(stream, bound, event) => engine.host_wait(stream, bound, event)?,
+        Step::Hook(hook, bytes) => {
+            hook.run(bytes);
+            // The hook may have released memory to the driver that was not the allocator's.
+            engine.lock().physical.full_at = None;
+        }
+        Step::QueryDevice => device::query_device(engine),
+        Step::Synchronise => match contexts::synchronise(engine, false) {
+            // This step is unavailable while a stream is capturing.
+            Err(Error::Capturing { .. }) => {}
+            done => done?,
+        },
+        // Executed under the lock.
+        Step::Take(_)
+        | Step::Claim(_)
+        | Step::View(_)
+        | Step::Flush
+        | Step::Complete
+        | Step::EmptyCaches
+        | Step::Poll
+        | Step::Fail => {}
+    }
+    Ok(None)
+}
+
+fn log_regime(engine: &Engine, regime: Regime) {
+    log::debug!("allocator {}: memory is {}", engine.id, regime.name());
+}
+
+fn log_growth(engine: &Engine, want: &Want, fresh: &Fresh) {
+    log::debug!(
+        "allocator {}: allocating {} from the driver for a request of {}: {}",
+        engine.id,
+        Bytes(fresh.bytes()),
+        Bytes(want.requested),
+        fresh.reason.clause(),
+    );
+}
+
+/// Obtains memory from the driver.
+fn grow(
+    engine: &Engine,
+    want: &Want,
+    mut growth: Growth,
+    reclaim: &mut Reclaim<'_>,
+) -> Result<Option<u32>, Error> {
+    // These may be the last references to the events, which must not be destroyed under the lock.
+    let waits = std::mem::take(&mut growth.waits);
+    let made = grow_span(&growth.fresh, || {
+        commit::map(&engine.maker(), &growth.fresh)
+    });
+    match made {
+        Ok(handles) => {
+            log_growth(engine, want, &growth.fresh);
+            // The waits come before any split: if one fails, each part is restored unchanged.
+            let waited = engine.queue_waits(want.stream, &waits);
+            drop(waits);
+            let mut heap = engine.lock();
+            match waited {
+                Ok(()) => {
+                    let id = growth::commit(&mut heap, want, &growth, &handles);
+                    Ok(Some(id))
+                }
+                Err(error) => {
+                    growth::commit_unused(&mut heap, want, growth, &handles);
+                    Err(error)
+                }
             }
         }
-    }
-
-    /// Returns the free memory of the device beyond the headroom after a refusal; 0 if the driver does not report it,
-    /// or the refusal had another reason.
-    pub(crate) fn driver_free(&self, error: DriverError) -> u64 {
-        if !error.is_out_of_memory() {
-            return 0;
+        Err(failure) => {
+            drop(waits);
+            not_grown(engine, growth.fresh, failure, reclaim)?;
+            Ok(None)
         }
-        let info = self.context.enter().and_then(|entered| entered.mem_info());
-        let headroom = self.lock().physical.headroom;
-        info.map_or(0, |info| info.free.saturating_sub(headroom))
     }
+}
 
+/// Obtains free memory from the driver.
+fn supply(
+    engine: &Engine,
+    want: &Want,
+    fresh: Fresh,
+    reclaim: &mut Reclaim<'_>,
+) -> Result<(), Error> {
+    match grow_span(&fresh, || commit::map(&engine.maker(), &fresh)) {
+        Ok(handles) => {
+            log_growth(engine, want, &fresh);
+            growth::commit_free(&mut engine.lock(), want, &fresh, &handles);
+            Ok(())
+        }
+        Err(failure) => not_grown(engine, fresh, failure, reclaim),
+    }
+}
+
+/// Handles a growth for which the driver had no memory.
+fn not_grown(
+    engine: &Engine,
+    fresh: Fresh,
+    failure: GrowthFailure,
+    reclaim: &mut Reclaim<'_>,
+) -> Result<(), Error> {
+    let (error, asked, space) = (failure.error, fresh.bytes(), fresh.space);
+    let free = device::driver_free(engine, error);
+    let mut heap = engine.lock();
+    growth::revert(&mut heap, fresh);
+    plan::release::set_apart(&mut heap, space, failure);
+    reclaim.refused(engine, &mut heap, error, free.min(asked - 1))
+}
+
+/// Obtains a segment from the driver.
+fn grow_segment(
+    engine: &Engine,
+    want: &Want,
+    fresh: &Fresh,
+    reclaim: &mut Reclaim<'_>,
+) -> Result<Option<u32>, Error> {
+    let bytes = fresh.bytes();
+    let made = grow_span(fresh, || commit::allocate(&engine.context, bytes));
+    if made.is_ok() {
+        log_growth(engine, want, fresh);
+    }
+    let free = made.map_or_else(|error| device::driver_free(engine, error), |_| 0);
+    let mut heap = engine.lock();
+    match made {
+        Ok(addr) => Ok(growth::commit_segment(&mut heap, want, fresh, addr)),
+        Err(error) => {
+            heap.physical.planned -= bytes;
+            reclaim.refused(engine, &mut heap, error, free.min(bytes - 1))?;
+            Ok(None)
+        }
+    }
+}
+
+impl Reclaim<'_> {
     /// Handles a refusal by the driver. Lack of memory below the allocator's own limit counts as a limit reached, until
     /// something is released; any other refusal is an error.
     pub(crate) fn refused(
-        &self,
+        &mut self,
+        engine: &Engine,
         heap: &mut Heap,
         error: DriverError,
         free: u64,
-        reclaim: &mut Reclaim<'_>,
     ) -> Result<(), Error> {
         if !error.is_out_of_memory() {
-            return Err(self.error(error));
+            return Err(engine.error(error));
         }
         heap.stats.retries += 1;
         let full_at = heap.present() + free;
-        reclaim.regime = heap.physical.note_refusal(full_at).or(reclaim.regime);
-        reclaim.refusal = Some(error);
+        self.regime = heap.physical.note_refusal(full_at).or(self.regime);
+        self.refusal = Some(error);
         Ok(())
-    }
-
-    /// Leases address space for an arena: as much as it already has, while that is less than the device's memory, and
-    /// after its last range if that is free.
-    pub(crate) fn reserve_span(&self, space: SpaceId, at_least: u64) -> Result<(), Error> {
-        let at_least = at_least.next_multiple_of(PHYSICAL_GRANULE);
-        let (end, held) = self.lock().extents.addresses_of(space);
-        let usual = held
-            .clamp(FIRST_LEASE, self.total_memory.max(FIRST_LEASE))
-            .max(at_least)
-            .next_multiple_of(PHYSICAL_GRANULE);
-        let leased = self
-            .addresses
-            .lease_for(&self.context, end, [usual, at_least]);
-        let lease = leased.map_err(|e| self.error(e))?;
-        growth::add_addresses(&mut self.lock(), space, lease);
-        Ok(())
-    }
-
-    /// Adds the driver's figures to an out-of-memory error. It cannot fail itself.
-    pub(crate) fn out_of_memory(
-        &self,
-        mut oom: OutOfMemory,
-        refusal: Option<DriverError>,
-    ) -> Error {
-        oom.device = self.device.ordinal();
-        oom.views = self.views_allowed();
-        oom.driver = refusal;
-        if let Ok(info) = self.context.enter().and_then(|entered| entered.mem_info()) {
-            oom.driver_free = Some(info.free);
-            oom.driver_total = Some(info.total);
-        }
-        Error::OutOfMemory(Box::new(oom))
     }
 }
 

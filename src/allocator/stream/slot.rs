@@ -94,7 +94,7 @@ impl Holder {
     }
 
     /// Waits until no call uses a stream of the caller any more. No copies of this holder's token are made now.
-    pub(crate) fn wait_unused(self) {
+    pub(crate) fn await_calls(self) {
         let (Holder::Foreign(mut token) | Holder::Adopted(mut token)) = self else {
             return;
         };

@@ -6,7 +6,10 @@
 
 pub(crate) mod commit;
 pub(crate) mod contents;
+pub(crate) mod discard;
+pub(crate) mod hooks;
 pub(crate) mod host;
+pub(crate) mod run;
 pub(crate) mod target;
 
 use std::collections::BTreeMap;

@@ -55,13 +55,13 @@ fn generations_start_again() -> Outcome {
                 assert!(allocator.engine().is_live(&life));
                 allocator.check()?;
                 if round % 3 == 0 {
-                    allocator.engine().free_block(&life)?;
+                    allocator.engine().free(life.ptr, Some(&life))?;
                     std::mem::forget(block);
                 } else {
                     drop(block);
                 }
                 assert!(!allocator.engine().is_live(&life));
-                assert!(allocator.engine().free_block(&life).is_err());
+                assert!(allocator.engine().free(life.ptr, Some(&life)).is_err());
             }
             let passed = lives
                 .iter()

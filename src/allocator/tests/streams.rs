@@ -152,8 +152,8 @@ fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
     rig.end()
 }
 
-/// The open batch of an idle stream is completed without a request of that stream, and its pieces become available to
-/// all streams.
+/// An idle stream's open batch is completed without a request of that stream, and its pieces become available to all
+/// streams.
 #[test]
 fn work_of_an_idle_stream_becomes_available_to_all() -> Outcome {
     let rig = Rig::new(packed())?;

@@ -167,14 +167,14 @@ impl Gauge {
 /// code out of that path.
 #[inline(always)]
 pub(super) fn anew<T>(value: &mut T) -> &mut T {
-    rarely();
+    cold_path();
     std::hint::black_box(value)
 }
 
 /// Marks a rare branch.
 #[cold]
 #[inline]
-pub(crate) fn rarely() {}
+pub(crate) fn cold_path() {}
 
 /// The counters of a stream cache: bytes of blocks, requested bytes, and blocks. The order of the fields places them on
 /// one line with everything else that a pair of allocation and free changes.

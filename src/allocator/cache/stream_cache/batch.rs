@@ -57,7 +57,7 @@ impl Inner {
         let any = !self.returned.is_empty();
         for returned in std::mem::take(&mut self.returned) {
             for node in returned.nodes {
-                self.runs.let_go(node, returned.over, keep);
+                self.runs.return_held(node, returned.over, keep);
             }
         }
         any

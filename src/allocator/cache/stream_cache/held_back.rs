@@ -35,7 +35,7 @@ impl Runs {
     /// ordered behind them. With `keep` it stays unmerged if there is room.
     ///
     /// A kept block immediately stops counting as pending on other streams. It counts as freed only when it is merged.
-    pub(crate) fn let_go(&mut self, node: Node, over: bool, keep: bool) {
+    pub(crate) fn return_held(&mut self, node: Node, over: bool, keep: bool) {
         let granule = self.granule_mut(node);
         granule.set_out();
         let granules = u32::from(granule.len);

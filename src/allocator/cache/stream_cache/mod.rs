@@ -40,7 +40,7 @@ pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
 use crate::event::Tap;
-pub(crate) use account::rarely;
+pub(crate) use account::cold_path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// No allocator: every call needs the heap.
@@ -257,7 +257,7 @@ impl StreamCache {
     }
 
     /// Waits until no free queries the stream any more. No new query begins.
-    pub(crate) fn wait_unused(&self) {
+    pub(crate) fn await_queries(&self) {
         let mut round = 0;
         while self.lock().asking > 0 {
             pause(round);
@@ -304,6 +304,12 @@ impl Inner {
     #[inline(always)]
     pub(crate) fn key_of_handle(&self, raw: usize) -> Option<u64> {
         (self.handle == raw).then_some(self.key)
+    }
+
+    /// [`key_of_handle`](Self::key_of_handle), if the stream cache serves this allocator.
+    pub(crate) fn key_in(&self, allocator: u64, raw: usize) -> Option<u64> {
+        let key = self.key_of_handle(raw)?;
+        self.serves(Owner { allocator, key }).then_some(key)
     }
 
     /// Lets the stream cache serve calls without the heap, or stops it.
@@ -355,7 +361,7 @@ impl Inner {
             return Allocated::NoRun;
         };
         self.account(bytes, request.requested);
-        self.tell_taken(&taken, request.requested);
+        self.record_allocation(&taken, request.requested);
         Allocated::Taken(taken)
     }
 
@@ -381,7 +387,7 @@ impl Inner {
         {
             Some(taken) => {
                 self.account(bytes, request.requested);
-                self.tell_taken(&taken, request.requested);
+                self.record_allocation(&taken, request.requested);
                 Allocated::Taken(taken)
             }
             None => Allocated::NoRun,
@@ -426,15 +432,9 @@ impl Inner {
         }
     }
 
-    /// Frees a block if the fast path suffices; with a generation, only if the block still has it.
+    /// Frees a block if the fast path suffices, and returns it; with a generation, only if the block still has it.
     #[inline(always)]
-    pub(crate) fn free_at_once(&mut self, node: Node, life: Life) -> bool {
-        self.freed_at_once(node, life).is_some()
-    }
-
-    /// [`free_at_once`](Self::free_at_once), which returns the freed block.
-    #[inline(always)]
-    fn freed_at_once(&mut self, node: Node, life: Life) -> Option<Live> {
+    pub(crate) fn free_quick(&mut self, node: Node, life: Life) -> Option<Live> {
         let live = self.live_in(node, life)?;
         // A stopped stream cache keeps no quick runs, so its blocks leave the fast path here.
         if live.using != Using::NONE || !self.runs.put_quick(node, live.granules) {
@@ -445,9 +445,9 @@ impl Inner {
         Some(live)
     }
 
-    /// Frees a block that [`free_at_once`](Self::free_at_once) could not free because there was no room for another
-    /// quick run: merges it. Returns whether a page can be returned; returns `None` and does nothing if the free needs
-    /// the heap.
+    /// Frees a block that [`free_quick`](Self::free_quick) could not free because there was no room for another quick
+    /// run: merges it. Returns whether a page can be returned; returns `None` and does nothing if the free needs the
+    /// heap.
     #[inline(always)]
     pub(crate) fn free_merged(&mut self, node: Node, generation: u32) -> Option<bool> {
         let live = self.runs.live_as(node, generation)?;
@@ -472,35 +472,25 @@ impl Inner {
         Some(self.raw)
     }
 
-    /// Frees a large block into the large-block cache. False if the heap has to free it.
-    #[inline]
-    pub(crate) fn free_large(&mut self, id: u32, generation: u32) -> bool {
-        self.is_fast() && self.put_large(id, Some(generation)) == Some(true)
-    }
-
     /// Frees a block that begins at an address; with a generation, only if the block still has it.
     pub(crate) fn free(&mut self, node: Node, ptr: u64, generation: Option<u32>) -> Freed {
         let Some(live) = self.live(node, ptr, generation) else {
             return Freed::NotLive;
         };
-        let freed = self.free_live(node, live);
+        let freed = if !self.is_fast() || live.using != Using::NONE {
+            self.free_shared(node, live)
+        } else {
+            self.account_free(live);
+            self.runs.put(node, live.granules);
+            match self.pages_to_keep() {
+                Some(_) => Freed::Page,
+                None => Freed::Done,
+            }
+        };
         if freed != Freed::NeedsHeap {
-            self.tell_freed(ptr, live.requested);
+            self.record_free(ptr, live.requested);
         }
         freed
-    }
-
-    #[inline(always)]
-    fn free_live(&mut self, node: Node, live: Live) -> Freed {
-        if !self.is_fast() || live.using != Using::NONE {
-            return self.free_shared(node, live);
-        }
-        self.account_free(live);
-        self.runs.put(node, live.granules);
-        match self.pages_to_keep() {
-            Some(_) => Freed::Page,
-            None => Freed::Done,
-        }
     }
 
     /// Returns the number of wholly free pages to keep, if some of them should be returned.

@@ -9,8 +9,8 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, AtomicU64, Ordering};
 
-use super::StreamCache;
 use super::granule::{Node, PAGE_GRANULES, PageInfo};
+use super::{Life, StreamCache, thread};
 use crate::allocator::extent::boxed::boxed_array;
 use crate::allocator::size::{GRANULE, PAGE};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
@@ -81,7 +81,7 @@ fn slots<T, const N: usize>() -> Slots<T, N> {
 #[repr(C, align(64))]
 pub(crate) struct PageTable {
     /// A copy of the engine's word: the allocator's id while stream caches may serve calls alone, otherwise 0.
-    at_once: AtomicU64,
+    fast: AtomicU64,
     first: OnceLock<Stretch>,
     /// The direct-mapped slots: each holds the first stretch of those that share it, except for `first`.
     near: [OnceLock<Stretch>; PLACES],
@@ -109,10 +109,10 @@ fn far_place(number: u64) -> Option<(usize, usize)> {
 }
 
 impl PageTable {
-    /// Creates the empty table of an allocator; `at_once` is its id, or 0 if its stream caches never serve calls alone.
-    pub(crate) fn new(at_once: u64) -> Self {
+    /// Creates the empty table of an allocator; `fast` is its id, or 0 if its stream caches never serve calls alone.
+    pub(crate) fn new(fast: u64) -> Self {
         PageTable {
-            at_once: AtomicU64::new(at_once),
+            fast: AtomicU64::new(fast),
             first: OnceLock::new(),
             near: [const { OnceLock::new() }; PLACES],
             far: OnceLock::new(),
@@ -122,13 +122,13 @@ impl PageTable {
 
     /// Returns the id of the allocator if its stream caches may serve calls alone, otherwise 0.
     #[inline(always)]
-    pub(crate) fn at_once_id(&self) -> u64 {
-        self.at_once.load(Ordering::Relaxed)
+    pub(crate) fn fast_id(&self) -> u64 {
+        self.fast.load(Ordering::Relaxed)
     }
 
     /// Stops stream caches from serving calls alone.
     pub(crate) fn stop(&self) {
-        self.at_once.store(0, Ordering::Relaxed);
+        self.fast.store(0, Ordering::Relaxed);
     }
 
     #[inline(always)]
@@ -203,6 +203,27 @@ impl PageTable {
         let (cache, page) = self.find(ptr)?;
         let place = (ptr / GRANULE) as u32 & (PAGE_GRANULES - 1);
         Some((cache, Node::new(page, place)))
+    }
+
+    /// Frees the small block that begins at an address, if its stream cache can do so without further checks.
+    /// Otherwise returns false and changes nothing.
+    #[inline(always)]
+    pub(crate) fn free_quick(&self, ptr: u64) -> bool {
+        thread::prefetch_for_free();
+        if let Some((cache, node)) = self.find_node(ptr)
+            && self.fast_id() != 0
+            && cache.now().is_quiet()
+            && let Some(mut inner) = cache.try_lock()
+        {
+            // Looked up once for both calls.
+            let record = inner.runs.record_at(node);
+            let freed = inner.free_quick(node, Life::At(ptr)).is_some();
+            if freed {
+                thread::touched(record);
+            }
+            return freed;
+        }
+        false
     }
 
     /// Returns a page at `base` for its next stream cache, which it must not have yet. `None` for an address that no

@@ -7,7 +7,7 @@ use crate::driver::process;
 use crate::event::Kind;
 
 impl StreamCache {
-    /// [`free_told`](Inner::free_told) for a block with an owner while a recording is in progress, if the stream cache
+    /// [`free_quick`](Inner::free_quick) for a block with an owner while a recording is in progress, if the stream cache
     /// is not locked and a compact record suffices. Otherwise the block stays live.
     #[inline(always)]
     pub(crate) fn free_recorded(&self, node: Node, at: &u64, generation: &u32) -> bool {
@@ -19,7 +19,7 @@ impl StreamCache {
         };
         // Read from the block where it is needed, because keeping the value costs more.
         let life = Life::Generation(*generation);
-        let Some(live) = inner.freed_at_once(node, life) else {
+        let Some(live) = inner.free_quick(node, life) else {
             return false;
         };
         let freed = (Kind::Free, *at, live.requested.into());
@@ -59,49 +59,38 @@ impl Inner {
         }
     }
 
-    #[inline(always)]
-    fn tell(&mut self, kind: Kind, at: u64, bytes: u64) -> u32 {
-        self.tap.push_own((kind, at, bytes))
-    }
-
     /// Records an allocated block.
     #[inline(always)]
-    pub(crate) fn tell_taken(&mut self, taken: &Taken, requested: u32) {
+    pub(crate) fn record_allocation(&mut self, taken: &Taken, requested: u32) {
         if process::is_recording() {
-            let context = self.tell(Kind::Allocate, taken.ptr, requested.into());
+            let context = self
+                .tap
+                .push_own((Kind::Allocate, taken.ptr, requested.into()));
             self.note_context(taken, context);
         }
     }
 
     /// Records a freed block.
     #[inline(always)]
-    pub(crate) fn tell_freed(&mut self, at: u64, requested: u32) {
+    pub(crate) fn record_free(&mut self, at: u64, requested: u32) {
         if process::is_recording() {
-            self.tell(Kind::Free, at, requested.into());
+            self.tap.push_own((Kind::Free, at, requested.into()));
         }
     }
 
     /// Records that a large block was allocated again.
     #[inline]
-    pub(crate) fn tell_large(&mut self, block: &CachedBlock) {
+    pub(crate) fn record_reuse(&mut self, block: &CachedBlock) {
         if process::is_recording() {
-            let context = self.tell(Kind::Allocate, block.ptr, block.requested);
+            let context = self
+                .tap
+                .push_own((Kind::Allocate, block.ptr, block.requested));
             if context != 0
                 && let Some(names) = self.large_cache.names_mut(block.id)
             {
                 names.context = context as u16;
             }
         }
-    }
-
-    /// [`free_at_once`](Inner::free_at_once) for a block at an address while a recording may be in progress.
-    #[inline(always)]
-    pub(crate) fn free_told(&mut self, node: Node, life: Life, at: u64) -> bool {
-        let freed = self.freed_at_once(node, life);
-        if let Some(live) = freed {
-            self.tell_freed(at, live.requested);
-        }
-        freed.is_some()
     }
 
     /// Frees a live large block into the large-block cache; with a generation, only if the block still has it. Returns
@@ -116,7 +105,7 @@ impl Inner {
         if put == Some(true)
             && let Some(block) = before
         {
-            self.tell(Kind::Free, block.ptr, block.requested);
+            self.tap.push_own((Kind::Free, block.ptr, block.requested));
         }
         put
     }

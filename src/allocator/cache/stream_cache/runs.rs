@@ -5,7 +5,7 @@
 //! fit is found by counting zeros. Neighbours merge immediately, except for the *quick* runs: the most recently freed
 //! ones, kept apart by length and allocated again unchanged, the latest first.
 
-use super::account::{Accounts, rarely};
+use super::account::{Accounts, cold_path};
 use super::granule::{
     Bits, FREE, GRANULES, Granule, Kind, LIVE, Live, NIL, Node, PAGE_GRANULES, Page, PageInfo,
     Taken, Using,
@@ -165,7 +165,7 @@ impl Runs {
             self.quick_room += granules;
             (page, Cut::new(node, granules))
         } else {
-            rarely();
+            cold_path();
             let found = self.filled.first_from(granules as usize - 1)?;
             let cut = self.carve(found, granules);
             (&mut *self.pages[cut.node.page()], cut)
@@ -292,7 +292,7 @@ impl Runs {
         let (left, none) = quick.left.overflowing_sub(1);
         quick.left = left;
         if none {
-            rarely();
+            cold_path();
             quick.left = 0;
             return false;
         }
@@ -526,6 +526,13 @@ impl Runs {
         self.vacant.push(node.page() as u32);
         self.set_cap();
         Some(gone)
+    }
+
+    /// Whether a run begins at an address: another page may have taken the place of the address's page.
+    #[inline(always)]
+    pub(crate) fn is_at(&self, node: Node, ptr: u64) -> bool {
+        let page = self.pages.get(node.page());
+        page.is_some_and(|page| page.info.base + node.place() as u64 * GRANULE == ptr)
     }
 
     /// Sets the generation of all pages.

@@ -103,15 +103,27 @@ fn r24_a_stopped_cache_takes_no_block_back_at_once() {
     let (mut inner, request) = (inner(1), small(3, 1500));
     let [first, second] = [(); 2].map(|()| inner.take_anywhere(OWNER, request).unwrap());
     let life = |generation| Life::Generation(generation);
-    assert!(inner.free_at_once(first.node, life(first.generation)));
+    assert!(
+        inner
+            .free_quick(first.node, life(first.generation))
+            .is_some()
+    );
     assert_eq!(inner.runs.quick_granules(), 3);
     inner.set_fast(false);
     assert_eq!(inner.runs.quick_granules(), 0);
-    assert!(!inner.free_at_once(second.node, life(second.generation)));
+    assert!(
+        inner
+            .free_quick(second.node, life(second.generation))
+            .is_none()
+    );
     assert_eq!(inner.free_merged(second.node, second.generation), None);
     assert_eq!(inner.take_anywhere(OWNER, request), None);
     inner.set_fast(true);
-    assert!(inner.free_at_once(second.node, life(second.generation)));
+    assert!(
+        inner
+            .free_quick(second.node, life(second.generation))
+            .is_some()
+    );
     assert_eq!(
         inner.take_anywhere(OWNER, request).map(|t| t.ptr),
         Some(second.ptr)
@@ -153,7 +165,7 @@ fn s1_13_what_is_noted_is_left_to_the_heap_in_one_step() {
         assert_eq!(inner.leave_to_heap(block.node, block.ptr), Some(noted));
         let now = inner.live(block.node, block.ptr, None);
         assert_eq!(now.map(|live| live.using), Some(Using::MANY));
-        assert!(!inner.free_at_once(block.node, Life::At(block.ptr)));
+        assert!(inner.free_quick(block.node, Life::At(block.ptr)).is_none());
     }
     assert_eq!(inner.runs.check(), Ok(()));
 }

@@ -102,6 +102,14 @@ pub(crate) fn find_handle(raw: usize) -> Known {
     })
 }
 
+/// Returns the number of an allocator's stream by its handle, if the handle stays valid and this thread knows it.
+pub(crate) fn key_of_handle(allocator: u64, raw: usize) -> Option<u64> {
+    let Known::Lasting(cache) = find_handle(raw) else {
+        return None;
+    };
+    cache.lock().key_in(allocator, raw)
+}
+
 /// Prefetches the cache lines that a free by this thread will touch, if its block belongs to the stream cache that the
 /// thread used last and lies near the block freed last: they arrive while the tables are read.
 #[inline(always)]

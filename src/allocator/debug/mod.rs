@@ -1,5 +1,7 @@
 //! State of the debug modes: the blocks that they watch, and their findings.
 
+pub(crate) mod run;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
 use std::sync::OnceLock;
@@ -16,6 +18,14 @@ use crate::locks::lock::pause;
 
 /// Maximum number of findings kept.
 pub(crate) const MAX_FINDINGS: usize = 1000;
+
+/// Where a freed block goes.
+pub(crate) enum Freed {
+    /// To the heap.
+    Now,
+    /// To the quarantine, and later to the heap.
+    Later,
+}
 
 /// The debug modes of an allocator, and the blocks that they watch.
 #[derive(Debug)]
@@ -40,7 +50,7 @@ pub(crate) struct Table {
     /// The addresses of the held blocks in quarantine, the oldest first.
     quarantine: VecDeque<u64>,
     quarantined_bytes: u64,
-    /// Addresses of blocks that [`Engine::check_guards`](super::Engine::check_guards) reads now, once for each read.
+    /// Addresses of blocks that [`Debug::check_guards`] reads now, once for each read.
     read: Vec<u64>,
     lives: u64,
     pub(crate) findings: Vec<Finding>,

@@ -1,0 +1,334 @@
+//! Graph pools as a whole: footprint, checkpoints, and the release of their memory to the driver.
+
+use crate::allocator::graph::pooled;
+use crate::allocator::graph::pooled::Restoration;
+use crate::allocator::plan;
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::contexts;
+use crate::allocator::engine::device;
+use crate::allocator::engine::idle;
+use crate::allocator::engine::release;
+use crate::allocator::extent::hash::Mixed;
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::graph::checkpoint::Layout;
+use crate::allocator::graph::commit;
+use crate::allocator::graph::plan::Plan;
+use crate::allocator::graph::run::streams;
+use crate::allocator::graph::run::usable_pool;
+use crate::allocator::graph::{Footprint, Pool};
+use crate::allocator::physical::Release;
+use crate::allocator::suspend::discard;
+use crate::clock::Clock;
+use crate::driver::DriverError;
+use crate::error::{Error, GraphPoolError};
+use crate::event::Kind;
+
+/// How long to wait for the driver's report that graphs are destroyed, where the report is useful but may not come.
+pub(crate) const SOON: Duration = Duration::from_millis(5);
+
+/// The live blocks of a pool.
+pub(crate) fn checkpoint(engine: &Engine, pool: u64) -> Result<Layout, Error> {
+    engine.free_deferred();
+    let mut heap = engine.open()?;
+    usable_pool(&heap.graphs, pool)?;
+    Ok(heap.graphs.checkpoint(pool))
+}
+
+/// Makes exactly the blocks of a checkpoint live.
+pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restoration, Error> {
+    usable_pool(&engine.open()?.graphs, pool)?;
+    engine.free_deferred();
+    poll_events(engine, pool, false)?;
+    contexts::review_captures(engine);
+    let ceasing = {
+        let heap = engine.open()?;
+        usable_pool(&heap.graphs, pool)?;
+        let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
+        heap.graphs.uses_of(pool, &changes)
+    };
+    let mut asked: HashSet<usize, Mixed> = HashSet::default();
+    for (user, bytes) in &ceasing {
+        if !asked.insert(user.identity()) {
+            continue;
+        }
+        if streams::may_be_gone(engine, user) {
+            let bytes = *bytes;
+            return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+        }
+        let over = match streams::capture_of(engine, user) {
+            Ok(None) => streams::end_of(engine, user)?.is_complete(),
+            Ok(Some(_)) | Err(Error::Capturing { .. }) => Ok(false),
+            Err(error) => return Err(error),
+        };
+        if !over.map_err(|e| engine.error(e))? {
+            let bytes = *bytes;
+            return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+        }
+    }
+    let mut heap = engine.open()?;
+    usable_pool(&heap.graphs, pool)?;
+    heap.graphs.ensure_present(pool)?;
+    let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
+    let now = heap.graphs.uses_of(pool, &changes);
+    if !now.iter().all(|(user, _)| asked.contains(&user.identity())) {
+        // Another call used the pool meanwhile.
+        let bytes = now.iter().map(|(_, bytes)| bytes).sum();
+        drop(heap);
+        return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+    }
+    let mut restored = pooled::restore(&mut heap, pool, changes);
+    drop(heap);
+    restored.gone.clear();
+    Ok(restored)
+}
+
+/// What a pool holds.
+pub(crate) fn footprint(engine: &Engine, pool: u64) -> Result<Footprint, Error> {
+    let heap = engine.open()?;
+    usable_pool(&heap.graphs, pool)?;
+    Ok(heap.graphs.footprint(pool))
+}
+
+/// Polls, or waits for, the events that free memory of a pool is pending on.
+pub(crate) fn poll_events(engine: &Engine, pool: u64, wait: bool) -> Result<(), Error> {
+    let awaited = {
+        let heap = engine.lock();
+        let mut awaited = heap.graphs.awaited(pool);
+        awaited.retain(|(_, event)| {
+            let elsewhere = event.context().filter(|c| c.id() != engine.context.id());
+            let distrusted = elsewhere.and_then(|c| heap.streams.distrust_of(c.id()));
+            heap.closed || distrusted.is_none()
+        });
+        awaited
+    };
+    if awaited.is_empty() {
+        return Ok(());
+    }
+    let (mut over, mut first) = (Vec::new(), Ok(()));
+    for (number, event) in &awaited {
+        let asked = match wait {
+            true => event.wait().map(|()| true),
+            false => event.is_complete(),
+        };
+        match asked {
+            Ok(true) => over.push(*number),
+            Ok(false) => {}
+            Err(error) => {
+                let error = match event.context() {
+                    Some(context) => engine.error_in(context, error),
+                    None => engine.error(error),
+                };
+                first = first.and(Err(error));
+            }
+        }
+    }
+    let done = engine.lock().graphs.completed(&over);
+    drop(awaited);
+    drop(done);
+    first
+}
+
+/// Polls the events that free memory of all pools is pending on.
+pub(crate) fn poll_all(engine: &Engine) -> Result<(), Error> {
+    contexts::review_captures(engine);
+    let pools: Vec<u64> = engine.lock().graphs.pools.keys().copied().collect();
+    let mut pools = pools.into_iter();
+    pools.try_for_each(|pool| poll_events(engine, pool, false))
+}
+
+/// Waits until no graph holds a lease of these pools, or until the time is up: the driver reports the end of a
+/// graph on its own thread, some time after the call that destroyed it has returned.
+pub(crate) fn await_leases(engine: &Engine, limit: Duration, of: impl Fn(&Pool) -> bool) {
+    let (clock, ended) = (Clock::default(), Arc::clone(&engine.lock().graphs.ended));
+    loop {
+        let seen = ended.count();
+        let leased = {
+            let heap = engine.lock();
+            let mut pools = heap.graphs.pools.values();
+            pools.any(|pool| pool.has_leases() && of(pool))
+        };
+        if !leased || clock.now() >= limit {
+            return;
+        }
+        clock.wait(limit, &ended, seen);
+    }
+}
+
+/// Makes room for a growth of a pool by this number of bytes, without a wait: releases memory that other pools can
+/// spare, and moves idle memory of the allocator into the pool, as much as the limit or the driver's `refusal`
+/// requires.
+pub(crate) fn make_room(
+    engine: &Engine,
+    pool: u64,
+    missing: u64,
+    refusal: Option<DriverError>,
+) -> Result<(), Error> {
+    match move_idle(engine, pool, missing, refusal) {
+        Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
+        // The growth is attempted regardless. Memory that could not be moved stays where it was.
+        _ => Ok(()),
+    }
+}
+
+fn move_idle(
+    engine: &Engine,
+    pool: u64,
+    missing: u64,
+    refusal: Option<DriverError>,
+) -> Result<(), Error> {
+    let _retried = idle::find(engine)?;
+    let dissolved = poll_all(engine).and_then(|()| dissolve(engine, true));
+    let idle = {
+        let heap = engine.lock();
+        heap.views.idle_views(&heap.streams, usize::MAX)
+    };
+    let evicted = release::evict(engine, &idle);
+    let free = match refusal.map(|error| device::driver_free(engine, error)) {
+        None => u64::MAX,
+        Some(free) if free < missing => free,
+        // The driver refused memory that it reports as free.
+        Some(_) => 0,
+    };
+    let mut claimed = {
+        let mut heap = engine.lock();
+        let room = heap.room().min(free);
+        let arenas = [SpaceId::Large, SpaceId::Small];
+        let claimed = plan::release::plan(&mut heap, &arenas, missing, room);
+        let bytes: u64 = claimed.iter().map(|release| release.bytes).sum();
+        if bytes < missing.saturating_sub(room) {
+            // It would not suffice, and it is more useful where it is.
+            claimed
+                .into_iter()
+                .for_each(|release| plan::release::revert(&mut heap, release));
+            return Ok(());
+        }
+        claimed.into_iter()
+    };
+    let moved = claimed
+        .by_ref()
+        .try_for_each(|release| move_handle(engine, pool, release));
+    let mut heap = engine.lock();
+    claimed.for_each(|release| plan::release::revert(&mut heap, release));
+    drop(heap);
+    dissolved.map(drop).and(evicted).and(moved)
+}
+
+/// Moves a claimed handle into the free memory of a pool.
+fn move_handle(engine: &Engine, pool: u64, release: Release) -> Result<(), Error> {
+    let home = match release.handle {
+        Some(handle) => plan_home(engine, pool, release.bytes).map(|at| (at, handle)),
+        None => Err(Error::NotSupported {
+            what: "graph pools without virtual memory management",
+        }),
+    };
+    let (home, handle) = match home {
+        Ok(home) => home,
+        Err(error) => {
+            plan::release::revert(&mut engine.lock(), release);
+            return Err(error);
+        }
+    };
+    let planned = (home, vec![release.bytes]);
+    let (left, made) = commit::move_in(&engine.maker(), &planned, (&release, handle));
+    let mut heap = engine.lock();
+    pooled::commit_plan(&mut heap, pool, Plan::free(planned), made.as_deref());
+    if left {
+        plan::release::remove(&mut heap, &release);
+    } else {
+        plan::release::revert(&mut heap, release);
+    }
+    drop(heap);
+    made.map(drop)
+        .map_err(|not_made| engine.error(not_made.failure.error))
+}
+
+/// Finds a home address in a pool for a handle, and leases addresses if the pool has none.
+fn plan_home(engine: &Engine, pool: u64, bytes: u64) -> Result<u64, Error> {
+    loop {
+        let mut heap = engine.open()?;
+        heap.graphs.ensure_present(pool)?;
+        if let Some(home) = heap.graphs.plan_free(pool, bytes) {
+            return Ok(home);
+        }
+        drop(heap);
+        streams::lease_addresses(engine, pool, bytes, |arena| &mut arena.homes)?;
+    }
+}
+
+/// Waits for the pending memory of pools, and releases all their memory. No graph holds a lease any more.
+pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
+    let (pools, untold) = engine.lock().graphs.end();
+    let unasked = !engine.lock().graphs.unasked.is_empty();
+    if untold || unasked {
+        contexts::synchronise(engine, true)?;
+        engine.lock().graphs.told();
+    }
+    for pool in pools {
+        poll_events(engine, pool, true)?;
+    }
+    let spent = engine.lock().graphs.completed(&[]);
+    drop(spent);
+    dissolve(engine, true).map(drop)
+}
+
+/// Releases the memory of released pools as soon as nothing can use it any more.
+pub(crate) fn tidy(engine: &Engine) {
+    if !engine.lock().graphs.has_leaving() {
+        return;
+    }
+    if let Err(error) = dissolve(engine, false)
+        && let Some(count) = engine.log.due()
+    {
+        log::warn!(
+            "cannot release memory of a graph pool, retrying later (occurrence {count}): {error}"
+        );
+    }
+}
+
+/// Releases the memory of unused pools to the driver, with `all` of every pool, otherwise of released pools only.
+/// Returns the bytes.
+pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
+    discard::discard_pools(engine)?;
+    let (mut released, mut first) = (0, Ok(()));
+    let taken = {
+        let mut heap = engine.lock();
+        match heap.graphs.pools.is_empty() {
+            true => return Ok(0),
+            false => heap.graphs.take_idle(all),
+        }
+    };
+    for (pool, mut arena) in taken {
+        let held = arena.held();
+        let homes = arena.at_home();
+        let done = commit::dissolve(&engine.context, &mut arena);
+        first = first.and(done);
+        let addresses = arena.take_addresses();
+        released += held - arena.held();
+        {
+            let mut heap = engine.lock();
+            let left = arena.at_home();
+            for (home, bytes) in &homes {
+                if !left.contains_key(home) {
+                    heap.suspended.died(*home);
+                    heap.recorder.record_memory(
+                        Kind::Unmap,
+                        (*home, *bytes),
+                        (SpaceId::Large, true),
+                    );
+                }
+            }
+            for (base, bytes) in &addresses {
+                heap.extents.lookup.forget(*base, *bytes);
+            }
+            heap.graphs.put_back(pool, held, arena);
+        }
+        for (base, bytes) in addresses {
+            engine.addresses.give_back(base, bytes);
+        }
+    }
+    first.map(|()| released).map_err(|e| engine.error(e))
+}

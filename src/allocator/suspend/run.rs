@@ -1,0 +1,394 @@
+//! Suspending and resuming memory: checks, waits and error handling.
+//!
+//! A suspension closes the selected memory under the lock, waits, takes the handles out of the heap, and calls the
+//! driver without the lock. [`Work`] records in the end what is suspended and what is not, also after a failure.
+
+use crate::allocator::calls::close;
+use crate::allocator::engine::Engine;
+use crate::allocator::engine::contexts;
+use crate::allocator::engine::device;
+use crate::allocator::engine::release;
+use crate::allocator::graph::run::pools;
+use crate::allocator::heap::Heap;
+use crate::allocator::inspect::shortage::short_of;
+use crate::allocator::suspend::commit;
+use crate::allocator::suspend::contents::{Contents, Keep};
+use crate::allocator::suspend::discard;
+use crate::allocator::suspend::hooks::{Segment, SegmentChange};
+use crate::allocator::suspend::host::HostCopy;
+use crate::allocator::suspend::target;
+use crate::allocator::suspend::{Suspension, Target};
+use crate::block::Tag;
+use crate::driver::{Stream, process};
+use crate::error::{Error, GraphPoolError};
+
+/// Result of a suspension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Suspended {
+    /// Bytes released to the driver.
+    pub bytes: u64,
+    /// Number of handles of these bytes.
+    pub handles: u64,
+    /// Bytes of contents kept on the host.
+    pub kept: u64,
+}
+
+/// Result of a resume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Resumed {
+    /// Bytes that were restored.
+    pub bytes: u64,
+    /// Number of handles of these bytes.
+    pub handles: u64,
+    /// Bytes of contents that were kept on the host.
+    pub kept: u64,
+}
+
+/// Selected memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Selected {
+    Allocator,
+    Pool(u64),
+    Tag(Tag),
+}
+
+impl Selected {
+    /// Returns the selected targets that are suspended, or those that are not.
+    fn targets(self, heap: &Heap, suspended: bool) -> Result<Vec<Target>, Error> {
+        let is_away = |target: &Target| heap.suspended.map.contains_key(target);
+        let pools = heap.graphs.pools.keys().map(|id| Target::Pool(*id));
+        let of_tag = |tag: Tag| {
+            let tags = heap.suspended.tags.iter();
+            let tagged = tags.filter(move |(_, known)| **known == tag);
+            tagged.map(|(id, _)| Target::Pool(*id)).filter(
+                |target| matches!(target, Target::Pool(id) if heap.graphs.pools.contains_key(id)),
+            )
+        };
+        let all: Vec<Target> = match self {
+            Selected::Allocator => {
+                let away = heap.suspended.map.keys().copied();
+                let mut all: Vec<Target> = away.chain(pools).chain([Target::Arenas]).collect();
+                all.sort_unstable();
+                all.dedup();
+                all
+            }
+            Selected::Pool(id) => vec![Target::Pool(id)],
+            Selected::Tag(tag) => of_tag(tag).collect(),
+        };
+        if let (Selected::Tag(tag), true) = (self, all.is_empty()) {
+            let tag = tag.as_str();
+            return Err(GraphPoolError::UnknownTag { tag }.into());
+        }
+        let meant: Vec<Target> = all
+            .into_iter()
+            .filter(|t| is_away(t) == suspended)
+            .collect();
+        match (meant.is_empty(), suspended) {
+            (true, true) => Err(Error::NotSuspended),
+            (true, false) => Err(Error::Suspended),
+            (false, _) => Ok(meant),
+        }
+    }
+}
+
+/// A suspension or resume in progress, which excludes any other.
+struct Work<'a> {
+    engine: &'a Engine,
+    targets: Vec<Target>,
+    /// The suspensions of the targets, as far as they have been chosen.
+    parked: Vec<Suspension>,
+}
+
+impl<'a> Work<'a> {
+    /// Begins a suspension, or the resume of one.
+    fn begin(engine: &'a Engine, selected: Selected, suspended: bool) -> Result<Work<'a>, Error> {
+        let mut heap = engine.open()?;
+        if heap.suspended.working {
+            let (what, count, bytes) = ("call", 1, 0);
+            return Err(Error::InUse { what, count, bytes });
+        }
+        let targets = selected.targets(&heap, suspended)?;
+        let mut parked = Vec::new();
+        if suspended {
+            let map = &mut heap.suspended.map;
+            parked.extend(targets.iter().filter_map(|target| map.remove(target)));
+            let homes = parked.iter().flat_map(Suspension::homes);
+            heap.suspended.under_way = homes.collect();
+        } else {
+            for (at, target) in targets.iter().enumerate() {
+                if let Err(error) = target::close(&mut heap, *target) {
+                    targets[..at]
+                        .iter()
+                        .for_each(|t| target::open(&mut heap, *t));
+                    return Err(error);
+                }
+            }
+        }
+        heap.suspended.working = true;
+        Ok(Work {
+            engine,
+            targets,
+            parked,
+        })
+    }
+
+    /// Returns the segments as they are now, or as they were last reported.
+    fn segments(&self, change: SegmentChange) -> Vec<Segment> {
+        let mut heap = self.engine.lock();
+        let handles = self.parked.iter().flat_map(|parked| &parked.handles);
+        let segments = handles.map(|handle| {
+            let id = heap.suspended.id_of(handle.home);
+            if change == SegmentChange::Death {
+                heap.suspended.died(handle.home);
+            }
+            Segment {
+                id,
+                address: handle.home,
+                bytes: handle.bytes,
+            }
+        });
+        segments.collect()
+    }
+
+    fn sums(&self) -> (u64, u64, u64) {
+        let parked = self.parked.iter();
+        parked.fold((0, 0, 0), |(bytes, handles, kept), one| {
+            let count = one.handles.len() as u64;
+            (
+                bytes + one.bytes(),
+                handles + count,
+                kept + one.kept_bytes(),
+            )
+        })
+    }
+
+    fn set_away(&mut self, away: bool) {
+        self.parked.iter_mut().for_each(|parked| parked.away = away);
+    }
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        let mut copies = Vec::new();
+        let mut parked = std::mem::take(&mut self.parked).into_iter();
+        let mut heap = self.engine.lock();
+        for target in std::mem::take(&mut self.targets) {
+            match parked.next() {
+                Some(suspension) if suspension.away => {
+                    if let Target::Pool(id) = target
+                        && let Some(pool) = heap.graphs.pools.get_mut(&id)
+                    {
+                        pool.away = true;
+                    }
+                    heap.suspended.map.insert(target, suspension);
+                }
+                Some(suspension) => {
+                    target::restore(&mut heap, target, &suspension);
+                    copies.push(suspension.copy);
+                }
+                None => target::open(&mut heap, target),
+            }
+        }
+        heap.graphs.recount();
+        (heap.suspended.working, heap.suspended.coming) = (false, 0);
+        heap.suspended.under_way.clear();
+        drop(heap);
+        // Pageable memory is freed without the lock.
+        let mut spare = copies.into_iter().flat_map(HostCopy::into_spare).collect();
+        process::lock(&self.engine.suspender.spare).append(&mut spare);
+    }
+}
+
+/// Suspends memory. After an error everything is as before, or suspended if that could not be restored.
+pub(crate) fn suspend(
+    engine: &Engine,
+    selected: Selected,
+    keep: &Keep,
+) -> Result<Suspended, Error> {
+    if !engine.rules.maps() {
+        return Err(Error::NotSupported {
+            what: "suspension without virtual memory management",
+        });
+    }
+    engine.usable()?;
+    process::do_postponed();
+    engine.free_deferred();
+    if let Some(debug) = &engine.debug {
+        debug.release_quarantine(engine, 0);
+    }
+    contexts::review_captures(engine);
+    let mut work = Work::begin(engine, selected, false)?;
+    if let Some(debug) = &engine.debug {
+        debug.pause(engine);
+    }
+    // Idle views would only have to be mapped again, or prevent the release of handles.
+    let idle = match selected {
+        Selected::Allocator => {
+            let heap = engine.lock();
+            heap.views.idle_views(&heap.streams, usize::MAX)
+        }
+        Selected::Pool(_) | Selected::Tag(_) => Vec::new(),
+    };
+    release::evict(engine, &idle)?;
+    contexts::synchronise(engine, true)?;
+    {
+        let mut heap = engine.lock();
+        for target in &work.targets {
+            let contents = keep.of(heap.suspended.tag_of(*target));
+            let parked = target::park(&mut heap, *target, contents)?;
+            heap.suspended.under_way.extend(parked.homes());
+            work.parked.push(parked);
+        }
+    }
+    let mut parked = work.targets.iter().zip(&work.parked);
+    if let Some(debug) = &engine.debug
+        && parked.any(|(target, parked)| {
+            matches!((parked.contents, target), (Contents::Drop, Target::Arenas))
+        })
+    {
+        debug.lose_guards();
+    }
+    let dying = work.segments(SegmentChange::Death);
+    engine.suspender.tell(SegmentChange::Death, &dying);
+    match take_away(engine, &mut work.parked) {
+        Ok(()) => {
+            work.set_away(true);
+            let (bytes, handles, kept) = work.sums();
+            Ok(Suspended {
+                bytes,
+                handles,
+                kept,
+            })
+        }
+        Err(error) => {
+            // Until this succeeds, the memory counts as suspended, and can be resumed as such.
+            work.set_away(true);
+            if bring_back(engine, &mut work.parked).is_ok() {
+                report_restored(engine, work);
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Resumes suspended memory. After an error it is suspended as before.
+pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Error> {
+    engine.usable()?;
+    engine.free_deferred();
+    // No memory is created for pools that can no longer be used.
+    discard::discard_pools(engine)?;
+    let mut work = Work::begin(engine, selected, true)?;
+    let missing = {
+        let mut heap = engine.lock();
+        // An earlier refusal by the driver is outdated, and requests cannot retry by themselves.
+        heap.physical.full_at = None;
+        for (target, parked) in work.targets.iter().zip(&mut work.parked) {
+            if matches!(target, Target::Arenas) {
+                target::drop_unused(&mut heap, parked);
+            }
+        }
+        // The limit counts suspended memory only if the whole allocator is suspended.
+        let parked = work.targets.iter().zip(&work.parked);
+        let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
+        parked.map(|(_, parked)| parked.missing()).sum::<u64>()
+    };
+    if !target::reserve_room(&mut engine.lock(), missing) {
+        trim_unused(engine)?;
+        if !target::reserve_room(&mut engine.lock(), missing) {
+            drop(work);
+            let error = short_of(&mut engine.lock(), missing);
+            return Err(device::out_of_memory(engine, error, None));
+        }
+    }
+    let mut done = bring_back(engine, &mut work.parked);
+    if done.as_ref().is_err_and(Error::is_out_of_memory) {
+        trim_unused(engine)?;
+        done = bring_back(engine, &mut work.parked);
+    }
+    if let Err(error) = done {
+        let missing = work.parked.iter().map(Suspension::missing).sum();
+        drop(work);
+        return Err(match error.driver_error() {
+            Some(cause) if cause.is_out_of_memory() => {
+                let error = short_of(&mut engine.lock(), missing);
+                device::out_of_memory(engine, error, Some(cause))
+            }
+            _ => error,
+        });
+    }
+    let (bytes, handles, kept) = work.sums();
+    report_restored(engine, work);
+    pools::tidy(engine);
+    Ok(Resumed {
+        bytes,
+        handles,
+        kept,
+    })
+}
+
+/// Releases unused memory that is not suspended.
+fn trim_unused(engine: &Engine) -> Result<(), Error> {
+    match close::trim(engine, 0) {
+        Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
+        // Memory that could not be released stays where it was.
+        _ => Ok(()),
+    }
+}
+
+/// Records that everything is restored.
+fn report_restored(engine: &Engine, mut work: Work<'_>) {
+    work.set_away(false);
+    let born = work.segments(SegmentChange::Birth);
+    drop(work);
+    engine.suspender.tell(SegmentChange::Birth, &born);
+}
+
+/// Creates a stream for copies, if there are any.
+fn copy_stream(engine: &Engine, parked: &[Suspension]) -> Result<Option<Stream>, Error> {
+    let copies = parked.iter().any(|one| !one.kept.is_empty());
+    let stream = copies.then(|| Stream::new(&engine.context));
+    stream.transpose().map_err(|e| engine.error(e))
+}
+
+fn take_away(engine: &Engine, parked: &mut [Suspension]) -> Result<(), Error> {
+    let stream = copy_stream(engine, parked)?;
+    let entered = engine.context.enter().map_err(|e| engine.error(e))?;
+    let mut spare = std::mem::take(&mut *process::lock(&engine.suspender.spare));
+    let saved = parked.iter_mut().try_for_each(|one| match &stream {
+        Some(stream) if !one.kept.is_empty() => commit::save(&entered, stream, one, &mut spare),
+        _ => Ok(()),
+    });
+    process::lock(&engine.suspender.spare).append(&mut spare);
+    match saved {
+        Err(Error::Driver(error)) => return Err(engine.error(error)),
+        saved => saved?,
+    }
+    commit::give_back(&entered, parked).map_err(|e| engine.error(e))
+}
+
+fn bring_back(engine: &Engine, parked: &mut [Suspension]) -> Result<(), Error> {
+    let stream = copy_stream(engine, parked)?;
+    let entered = engine.context.enter().map_err(|e| engine.error(e))?;
+    commit::bring_back(&engine.maker(), &entered, stream.as_ref(), parked)
+        .map_err(|e| engine.error(e))
+}
+
+/// Whether any memory, or the selected memory, is suspended.
+pub(crate) fn is_suspended(engine: &Engine, selected: Selected) -> Result<bool, Error> {
+    let heap = engine.open()?;
+    match selected {
+        Selected::Allocator => Ok(heap.suspended.working || !heap.suspended.map.is_empty()),
+        named => match named.targets(&heap, true) {
+            Ok(_) => Ok(true),
+            Err(Error::NotSuspended) => Ok(false),
+            Err(error) => Err(error),
+        },
+    }
+}
+
+/// Refuses a launch that would use suspended memory of a pool.
+pub(crate) fn refuse_launch(engine: &Engine, pool: u64) -> Result<(), Error> {
+    engine.open()?.graphs.ensure_present(pool)
+}
