@@ -4,7 +4,7 @@
 //! (`python/companion.cpp`). Hooks for the pools of graphs are in `torch_pools`.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use cualloc::error::{InvalidArgument, OutOfMemory};
 use cualloc::held::Mutex;
@@ -17,30 +17,33 @@ use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
-use crate::{cualloc_t, handles, options, shared, torch_pools};
+use crate::{cualloc_t, handles, options, shared};
 
 /// Blocks whose free failed, usually because of a capture: the allocator's handle and the address.
-static LATER: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
-/// Whether `LATER` is not empty.
-static SOME_LATER: AtomicBool = AtomicBool::new(false);
+static DEFERRED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+/// Whether `DEFERRED` is not empty.
+static ANY_DEFERRED: AtomicBool = AtomicBool::new(false);
+
+/// Number of open scopes of pools, which are captures of PyTorch in progress.
+pub(crate) static OPEN_SCOPES: AtomicUsize = AtomicUsize::new(0);
 
 /// Retries deferred frees, unless captures of PyTorch are in progress: every retry would fail until they end.
 #[cold]
 #[inline(never)]
-pub(crate) fn make_up() {
-    if SOME_LATER.load(Ordering::Relaxed) && !torch_pools::some_open() {
-        free_later();
+pub(crate) fn retry_deferred_frees() {
+    if ANY_DEFERRED.load(Ordering::Relaxed) && OPEN_SCOPES.load(Ordering::Relaxed) == 0 {
+        free_deferred();
     }
 }
 
 /// Frees the blocks whose free failed earlier. Those that fail again stay.
-fn free_later() {
+fn free_deferred() {
     // In a forked child, a thread that does not exist there may hold the lock.
     if options::refuse_child().is_err() {
         return;
     }
-    SOME_LATER.store(false, Ordering::Relaxed);
-    let blocks = std::mem::take(&mut *LATER.lock());
+    ANY_DEFERRED.store(false, Ordering::Relaxed);
+    let blocks = std::mem::take(&mut *DEFERRED.lock());
     for (handle, ptr) in blocks {
         free(handle as *mut cualloc_t, ptr);
     }
@@ -64,9 +67,9 @@ fn free(allocator: *mut cualloc_t, ptr: u64) {
     );
     if !over {
         call(|| {
-            let mut later = LATER.lock();
+            let mut later = DEFERRED.lock();
             later.push((allocator as u64, ptr));
-            SOME_LATER.store(true, Ordering::Relaxed);
+            ANY_DEFERRED.store(true, Ordering::Relaxed);
             Ok(())
         });
     }
@@ -89,7 +92,7 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
     device: i32,
     stream: *mut c_void,
 ) -> *mut c_void {
-    if !SOME_LATER.load(Ordering::Relaxed) {
+    if !ANY_DEFERRED.load(Ordering::Relaxed) {
         let mut ptr = 0;
         let out = &raw mut ptr;
         // SAFETY: the caller's contract; the address is a local's.
@@ -142,7 +145,7 @@ unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut
         if bytes == 0 {
             return Ok(0);
         }
-        make_up();
+        retry_deferred_frees();
         let allocator = match shared::made(device) {
             none if none.is_null() => shared::of(device)?,
             made => made,
@@ -222,7 +225,7 @@ pub extern "C" fn cualloc_torch_init(device_count: i32) {
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_torch_reset() {
     call(|| {
-        make_up();
+        retry_deferred_frees();
         Ok(())
     });
     for allocator in shared::all() {

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use cualloc::ThreadId;
 use cualloc::held::{Locked, Mutex};
@@ -73,9 +73,6 @@ thread_local! {
     static RELEASES: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The number of open scopes.
-static OPEN: AtomicUsize = AtomicUsize::new(0);
-
 fn known() -> Result<Locked<'static, Known>, Failure> {
     static KNOWN: Mutex<Known> = Mutex::new(Known {
         pools: BTreeMap::new(),
@@ -83,11 +80,6 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
     });
     options::refuse_child()?;
     Ok(KNOWN.lock())
-}
-
-/// Whether any captures of PyTorch are in progress.
-pub(crate) fn some_open() -> bool {
-    OPEN.load(Ordering::Relaxed) > 0
 }
 
 /// PyTorch's hook before a capture (and for any other use of a pool): until cualloc_torch_pool_end, sends requests on
@@ -147,7 +139,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
                     handle,
                     scope,
                 });
-                OPEN.fetch_add(1, Ordering::Relaxed);
+                torch::OPEN_SCOPES.fetch_add(1, Ordering::Relaxed);
                 Ok(())
             }
             Err(failure) => {
@@ -183,8 +175,8 @@ pub extern "C" fn cualloc_torch_pool_end(device: i32, id: cualloc_torch_pool_id_
 
 fn end(open: &Open) -> Result<(), Failure> {
     let left = pool_table::leave(open.handle as *mut cualloc_pool_t, open.scope);
-    OPEN.fetch_sub(1, Ordering::Relaxed);
-    torch::make_up();
+    torch::OPEN_SCOPES.fetch_sub(1, Ordering::Relaxed);
+    torch::retry_deferred_frees();
     left
 }
 

@@ -205,7 +205,7 @@ fn programs_run_in_the_last_destructors_of_a_thread() {
     }
 }
 
-/// Wrong arguments from eight threads, by somebody who had the header alone.
+/// Wrong arguments from eight threads, by a caller that knows only the header.
 #[test]
 fn wrong_arguments_are_errors_as_the_header_says() {
     driven(

@@ -32,7 +32,7 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
     if output.json {
         let line = json!({
             "schema": SCHEMA,
-            "trace": input::name(&options.file),
+            "trace": text::trace_name(&options.file),
             "completed": true,
             "bytes": made.bytes.len(),
             "sums_at": sums_at,

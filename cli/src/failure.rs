@@ -63,7 +63,7 @@ impl FileError {
     /// Adds the file; `standard` is the name of the stream that `-` stands for.
     pub fn of(self, path: &Path, standard: &str) -> FileError {
         FileError {
-            trace: input::name(path),
+            trace: text::trace_name(path),
             place: text::place(path, standard, self.line),
             ..self
         }

@@ -83,7 +83,7 @@ fn finish(mut rows: Rows<'_>, path: &Path, output: &mut Output) -> Outcome {
     if output.json {
         output.json(&json!({
             "schema": SCHEMA,
-            "trace": input::name(path),
+            "trace": text::trace_name(path),
             "file": path.to_string_lossy(),
             "rows": rows.rows(),
             "allocations": rows.allocations(),

@@ -3,7 +3,7 @@
 use crate::options::GlobalOptions;
 use crate::table::{Cell, Table};
 use crate::{Failure, Outcome, text};
-use console::{StyledObject, Term, style, truncate_str};
+use console::{StyledObject, style, truncate_str};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use std::io::{self, Stdout, Write};
@@ -140,17 +140,6 @@ impl Output {
         bar.set_prefix(truncate_str(&name, BAR_NAME, "…").into_owned());
         bar
     }
-}
-
-/// Returns the width of the terminal that tables go to: `COLUMNS`, else the width of stdout. None without a terminal.
-pub fn width() -> Option<usize> {
-    let columns = std::env::var("COLUMNS").ok();
-    let columns = columns.and_then(|text| text.parse().ok());
-    let terminal = Term::stdout();
-    // Some terminals do not report their width.
-    let width = || terminal.size_checked().map(|(_, width)| width.into());
-    let width = || terminal.is_term().then(|| width().unwrap_or(80));
-    columns.filter(|columns| *columns > 0).or_else(width)
 }
 
 fn complain(kind: StyledObject<&str>, text: &str) {

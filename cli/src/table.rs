@@ -1,8 +1,8 @@
 //! Tables whose lines are written one by one: widths are fixed in advance, to fit the terminal.
 
 use crate::options::TableOptions;
-use crate::{input, output, text};
-use console::{measure_text_width, style, truncate_str};
+use crate::text;
+use console::{Term, measure_text_width, style, truncate_str};
 
 /// The first column may be narrowed to the first width before other columns are left out, and finally to the second.
 const NAME: (usize, usize) = (20, 8);
@@ -73,9 +73,9 @@ impl Table {
     /// Creates a table whose first column names traces.
     pub fn of_traces(options: &TableOptions, mut columns: Vec<Column>) -> Table {
         let files = options.files.iter();
-        let names = files.map(|path| measure_text_width(&text::visible(&input::name(path))));
+        let names = files.map(|path| measure_text_width(&text::visible(&text::trace_name(path))));
         columns.insert(0, Column::new("trace", "", names.max().unwrap_or(0), 0));
-        let terminal = if options.wide { None } else { output::width() };
+        let terminal = if options.wide { None } else { width() };
         Table::new(columns, terminal)
     }
 
@@ -169,4 +169,15 @@ impl Table {
         }
         line
     }
+}
+
+/// Returns the width of the terminal that tables go to: `COLUMNS`, else the width of stdout. None without a terminal.
+fn width() -> Option<usize> {
+    let columns = std::env::var("COLUMNS").ok();
+    let columns = columns.and_then(|text| text.parse().ok());
+    let terminal = Term::stdout();
+    // Some terminals do not report their width.
+    let width = || terminal.size_checked().map(|(_, width)| width.into());
+    let width = || terminal.is_term().then(|| width().unwrap_or(80));
+    columns.filter(|columns| *columns > 0).or_else(width)
 }

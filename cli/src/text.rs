@@ -35,6 +35,21 @@ pub fn is_standard(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
+/// Returns the name of the file without folder and extensions; `stdin` for `-`.
+pub fn trace_name(path: &Path) -> String {
+    if is_standard(path) {
+        return "stdin".to_owned();
+    }
+    let name = path
+        .file_name()
+        .unwrap_or(path.as_os_str())
+        .to_string_lossy();
+    let name = name.strip_suffix(".gz").unwrap_or(&name);
+    let endings = [".csv", ".rec", ".pickle", ".json", ".html"];
+    let plain = endings.iter().find_map(|end| name.strip_suffix(end));
+    plain.unwrap_or(name).to_owned()
+}
+
 /// Formats a count with its noun.
 pub fn counted(number: usize, name: &str) -> String {
     match number {

@@ -96,9 +96,10 @@ pub(crate) fn is_void_event(code: CUresult) -> bool {
     is_of_capture(code) || code == CUresult::CUDA_ERROR_INVALID_VALUE
 }
 
-/// Whether a wait failed because its event has become invalid.
+/// Whether a wait of a stream or of the host failed because its event has become invalid.
 pub(crate) fn is_void_wait(error: &DriverError) -> bool {
-    error.call() == "cuStreamWaitEvent" && is_void_event(error.code())
+    ["cuStreamWaitEvent", "cuEventSynchronize"].contains(&error.call())
+        && is_void_event(error.code())
 }
 
 /// Whether the driver rejected a call because some stream is being captured.

@@ -8,54 +8,54 @@ use std::time::Duration;
 
 use crate::common::prelude::*;
 
-/// A door in functions of the driver: shut, it keeps in the first call that comes until somebody opens it; other calls
+/// A gate in driver functions: while closed, it blocks the first call that reaches it until it is opened; other calls
 /// pass.
 #[derive(Default)]
-struct Door {
+struct Gate {
     inner: Mutex<Inside>,
     moved: Condvar,
 }
 
 #[derive(Default)]
 struct Inside {
-    shut: bool,
+    closed: bool,
     occupied: bool,
-    /// Nobody opened it, so that the rest of the test would wait for ever.
+    /// It was never opened, so the rest of the test would wait forever.
     gave_up: bool,
 }
 
 /// No test takes as long unless something waits that must not.
 const FOR_EVER: Duration = Duration::from_secs(60);
 
-impl Door {
-    fn of(sim: &Simulator, calls: &'static [&'static str]) -> Arc<Door> {
-        let door = Arc::<Door>::default();
-        let within = Arc::clone(&door);
+impl Gate {
+    fn of(sim: &Simulator, calls: &'static [&'static str]) -> Arc<Gate> {
+        let gate = Arc::<Gate>::default();
+        let within = Arc::clone(&gate);
         sim.before(move |moment| {
             if calls.contains(&moment.call) {
                 within.pass();
             }
         });
-        door
+        gate
     }
 
     fn pass(&self) {
         let mut inside = self.inner.lock().unwrap();
-        if !inside.shut || inside.occupied {
+        if !inside.closed || inside.occupied {
             return;
         }
         inside.occupied = true;
         self.moved.notify_all();
         let waited = self
             .moved
-            .wait_timeout_while(inside, FOR_EVER, |inside| inside.shut);
+            .wait_timeout_while(inside, FOR_EVER, |inside| inside.closed);
         let (mut inside, timeout) = waited.unwrap();
         inside.gave_up |= timeout.timed_out();
     }
 
-    fn shut(&self) {
+    fn close(&self) {
         *self.inner.lock().unwrap() = Inside {
-            shut: true,
+            closed: true,
             ..Inside::default()
         };
     }
@@ -72,7 +72,7 @@ impl Door {
     /// Lets the call go on; it must have waited until now.
     fn open(&self) {
         let mut inside = self.inner.lock().unwrap();
-        inside.shut = false;
+        inside.closed = false;
         self.moved.notify_all();
         assert!(!inside.gave_up, "somebody waited for the call");
     }
@@ -83,22 +83,22 @@ impl Door {
 #[test]
 fn r58_growth_in_one_thread_does_not_block_hits_in_others() {
     each_simulated(|rig, sim| {
-        let door = Door::of(sim, &["cuMemCreate", "cuMemAlloc_v2"]);
+        let gate = Gate::of(sim, &["cuMemCreate", "cuMemAlloc_v2"]);
         let (allocator, streams) = rig.scene::<2>();
         let sizes = [4 * KIB, 64 * KIB, 256 * KIB, 2 * MIB];
         for stream in &streams {
             drop(sizes.map(|bytes| allocator.allocate(bytes, stream).unwrap()));
         }
-        door.shut();
+        gate.close();
         thread::scope(|scope| {
             let grown = scope.spawn(|| allocator.allocate(512 * MIB, &streams[0]).map(drop));
-            door.await_call();
+            gate.await_call();
             for _ in 0..100 {
                 for (stream, bytes) in streams.iter().flat_map(|s| sizes.map(|bytes| (s, bytes))) {
                     allocator.allocate(bytes, stream).unwrap().free().unwrap();
                 }
             }
-            door.open();
+            gate.open();
             grown.join().unwrap().unwrap();
         });
         sim.clear_hooks();
@@ -111,7 +111,7 @@ fn r58_growth_in_one_thread_does_not_block_hits_in_others() {
 fn r31_frees_do_not_serialise_on_event_records() {
     const THREADS: usize = 32;
     each_simulated(|rig, sim| {
-        let door = Door::of(sim, &["cuEventRecord"]);
+        let gate = Gate::of(sim, &["cuEventRecord"]);
         let (allocator, streams) = rig.scene::<{ 2 * THREADS }>();
         let work = |thread: usize| {
             // Enough for several markers.
@@ -127,18 +127,18 @@ fn r31_frees_do_not_serialise_on_event_records() {
                 scope.spawn(move || work(thread));
             }
         });
-        door.shut();
+        gate.close();
         thread::scope(|scope| {
             let work = &work;
             let held_up = scope.spawn(move || work(0));
-            door.await_call();
+            gate.await_call();
             let others: Vec<_> = (1..THREADS)
                 .map(|thread| scope.spawn(move || work(thread)))
                 .collect();
             for other in others {
                 other.join().unwrap();
             }
-            door.open();
+            gate.open();
             held_up.join().unwrap();
         });
         sim.clear_hooks();

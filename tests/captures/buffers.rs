@@ -128,14 +128,14 @@ fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
 
 /// D4: what ends with a wait for a whole context does without it while a stream captures there, whose capture it would
 /// spoil: a block is freed behind that, and what cannot be put off is refused. The stream may be one of this crate's, a
-/// thread's own default stream, or another blocking stream that nobody knows.
+/// thread's own default stream, or another blocking stream that the allocator does not know.
 #[test]
 fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
     each(|rig| {
         let raw = RawStream::blocking(rig);
         let (allocator, [home, other]) = rig.scene();
         let plain = CudaMemory::new(&rig.context);
-        // On another thread nobody can ask a thread's own stream.
+        // A thread's own stream cannot be queried on another thread.
         for (stream, elsewhere) in [
             (other, false),
             (Stream::per_thread(&rig.context), true),

@@ -230,6 +230,36 @@ fn d4_answers_that_speak_of_a_capture_stick_to_nothing() {
     });
 }
 
+/// D4: a request whose every wait on the host finds an invalid event ends with the driver's error. The freed blocks
+/// fill a batch of the requesting stream, so each attempt records a new marker.
+#[test]
+fn d4_a_request_ends_although_every_marker_is_invalid() {
+    each_simulated(|rig, sim| {
+        let config = Config::new().limit(Some(24 * MIB as u64)).views(false);
+        let (allocator, [stream]) = rig.scene_with(config);
+        for code in [
+            sys::CUresult::CUDA_ERROR_CAPTURED_EVENT,
+            sys::CUresult::CUDA_ERROR_INVALID_VALUE,
+        ] {
+            let hold = rig.busy(&stream);
+            let mut blocks: Vec<_> = (0..24)
+                .map(|_| allocator.allocate(MIB, &stream).unwrap())
+                .collect();
+            // Idle runs of 2 MiB, which only serve a larger request once they are complete and released.
+            for at in (0..24).rev().filter(|at| at % 4 < 2) {
+                blocks.swap_remove(at);
+            }
+            let plan = FailPlan::call("cuEventSynchronize", code).unwrap();
+            sim.fail(plan.times(u64::MAX));
+            let error = allocator.allocate(8 * MIB, &stream).unwrap_err();
+            assert_matches!(error, Error::Driver(_));
+            sim.clear_failures();
+            drop((hold, blocks));
+            drop(allocator.allocate(20 * MIB, &stream).unwrap());
+        }
+    });
+}
+
 /// D4: a wait that may have become part of a graph is no order: what it opened is opened by the next one.
 #[test]
 fn d4_a_wait_that_meets_a_capture_is_no_order() {

@@ -79,7 +79,7 @@ pub fn only_simulated_on(policy: Policy, config: SimConfig, test: impl Fn(&Rig, 
     });
 }
 
-/// Calls of the driver in `act`, questions that nobody else counts among them.
+/// Calls of the driver in `act`, including queries that are not counted elsewhere.
 pub fn calls_of(sim: &Simulator, act: impl FnOnce()) -> u64 {
     let calls = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&calls);
@@ -249,7 +249,7 @@ impl Rig {
         self.maybe_sim().inspect(|sim| sim.advance_row());
     }
 
-    /// The simulated device has given out exactly so many bytes.
+    /// The simulated device has allocated exactly this number of bytes.
     pub fn assert_held(&self, bytes: u64) {
         let held = self.driver_held().unwrap_or(bytes);
         assert_eq!(held, bytes, "the driver has given {held} bytes");

@@ -14,7 +14,7 @@ thread_local! {
     static LOOKS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Calls around most others, which change nothing that anybody sees.
+/// Calls around most others, which change nothing that a program can observe.
 const ENTERS: [&str; 4] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",

@@ -96,11 +96,11 @@ pub fn scenarios() -> Vec<Scenario> {
             let stats = w.alloc.stats();
             (stats.reclaim.grown_hard, stats.stream_waits) == (1, 1)
         }),
-        Scenario::of("memory that nobody asked for", |w| w.take(10 * MIB, 1)).after(|w| {
+        Scenario::of("memory that no request waits for", |w| w.take(10 * MIB, 1)).after(|w| {
             w.stream();
             w.put(10 * MIB, 0);
             w.take(100, 1).unwrap();
-            // More batches than get their markers at once.
+            // More batches than get their markers in one call.
             for at in 0..600 {
                 let bytes = (1 + at % 3) * MIB;
                 drop(w.alloc.allocate(bytes, &w.streams[0]).unwrap());

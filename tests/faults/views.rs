@@ -31,6 +31,17 @@ fn viewed(w: &mut World, pieces: usize) {
     w.settle();
 }
 
+/// A view over two of the free parts, with a block that another stream uses, which is busy.
+fn used_view(w: &mut World) {
+    scattered(w, 2, 0);
+    w.settle();
+    w.put(TWO, 0);
+    w.stream();
+    w.record(4, 1);
+    w.settle();
+    w.sim.busy(w.streams[1].raw(), 1000).unwrap();
+}
+
 /// 20 MiB of which half a MiB and three whole handles are free, a tail of 1.5 MiB, and a whole handle and
 /// half of the next.
 fn open_ends(w: &mut World) {
@@ -114,15 +125,7 @@ pub fn scenarios() -> Vec<Scenario> {
         scattered_case("free of a block in a view that another stream uses", |w| {
             w.free(4)
         })
-        .after(|w| {
-            scattered(w, 2, 0);
-            w.settle();
-            w.put(TWO, 0);
-            w.stream();
-            w.record(4, 1);
-            w.settle();
-            w.sim.busy(w.streams[1].raw(), 1000).unwrap();
-        }),
+        .after(used_view),
         scattered_case("eviction for another arena", |w| w.take(100, 0))
             .after(|w| viewed(w, 2))
             .proof(|w| w.driver.calls().get("cuMemUnmap") > 1),
@@ -144,13 +147,7 @@ pub fn scenarios() -> Vec<Scenario> {
             w.take(TWO, 0)
         })
         .after(|w| {
-            scattered(w, 2, 0);
-            w.settle();
-            w.put(TWO, 0);
-            w.stream();
-            w.record(4, 1);
-            w.settle();
-            w.sim.busy(w.streams[1].raw(), 1000).unwrap();
+            used_view(w);
             w.free(4).unwrap();
         }),
         scattered_case("host wait for a view in use", |w| w.take(100, 0))

@@ -30,7 +30,7 @@ use program::{Bad, Setup, Step, Want, filling, general, repeating};
 
 const LENGTH: usize = 2000;
 /// Operations in all, unless the environment asks for more.
-const OPERATIONS: u64 = 1_600_000;
+const OPERATIONS: u64 = 2_400_000;
 const CHECK_EVERY: usize = 50;
 /// From so many steps on, what random programs are to contain is asked for. Most of them have no fault at
 /// all, so that a few may well lack one.

@@ -19,7 +19,7 @@ pub enum Act {
     Cached,
     GiveBack,
     IntoRaw,
-    /// An address of nobody, inside a live block, or freed before.
+    /// An address that belongs to no block, lies inside a live block, or was freed before.
     FreeBad,
     /// Sizes and alignments that no device has.
     Absurd,
@@ -40,7 +40,7 @@ pub enum Act {
     /// Drops a stream without telling the allocator.
     Leave,
     Limit,
-    /// A limit of so many mebibytes.
+    /// A limit in MiB.
     LimitTo,
     Trim,
     EmptyCache,

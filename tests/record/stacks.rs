@@ -304,7 +304,7 @@ fn a_source_says_where_the_program_is() {
         python
     })));
     let recorder = Recorder::start_with_stacks(Target::Memory, 1).unwrap();
-    // Every door is one byte wide: each block is far more than the mean.
+    // The sampling interval is one byte: each block is far more than the mean.
     let large = allocator.allocate(2 * MIB, &stream).unwrap();
     let small = allocator.allocate(40_000, &stream).unwrap();
     let again = allocator.allocate(40_000, &stream).unwrap();

@@ -236,7 +236,7 @@ fn from_snapshot(name: &str, bytes: &[u8], options: &InputOptions) -> Result<Inp
 /// Reads a trace from a plain or gzip file in one of the [`FORMATS`], detected by its first bytes; `-` is stdin. Warns
 /// of what is missing from the file.
 pub fn read(path: &Path, options: &InputOptions, output: &Output) -> Result<Input, FileError> {
-    let input = open(path).and_then(|file| read_begun(&name(path), file, options));
+    let input = open(path).and_then(|file| read_begun(&text::trace_name(path), file, options));
     let input = input.map_err(|fault| fault.of(path, STDIN))?;
     warn(path, &input.warnings, output);
     Ok(input)
@@ -397,21 +397,6 @@ pub fn is_same(one: &Path, other: &Path) -> bool {
         (Ok(one), Ok(other)) => one == other && one.is_file(),
         _ => false,
     }
-}
-
-/// Returns the name of the file without folder and extensions; `stdin` for `-`.
-pub fn name(path: &Path) -> String {
-    if text::is_standard(path) {
-        return "stdin".to_owned();
-    }
-    let name = path
-        .file_name()
-        .unwrap_or(path.as_os_str())
-        .to_string_lossy();
-    let name = name.strip_suffix(".gz").unwrap_or(&name);
-    let endings = [".csv", ".rec", ".pickle", ".json", ".html"];
-    let plain = endings.iter().find_map(|end| name.strip_suffix(end));
-    plain.unwrap_or(name).to_owned()
 }
 
 #[cfg(test)]

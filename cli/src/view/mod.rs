@@ -111,7 +111,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
 
 /// Returns the path of the page, which must not replace an input file.
 fn out(options: &ViewOptions) -> Result<PathBuf, Failure> {
-    let last = options.files.last().map(|path| input::name(path));
+    let last = options.files.last().map(|path| text::trace_name(path));
     let name = || format!("{}.view.html", last.unwrap_or_default());
     let out = options.out.clone().unwrap_or_else(|| name().into());
     if options.open && text::is_standard(&out) {

@@ -166,7 +166,7 @@ impl Engine {
             && let Some(grant) = heap.take_ready(&self.device, name, request)
         {
             drop(heap);
-            idle::tend(self);
+            idle::release_if_due(self);
             return Ok(grant);
         }
         let made = self.make_room(heap, named, request);
@@ -217,7 +217,7 @@ impl Engine {
         };
         call.end(&mut heap);
         drop(heap);
-        idle::tend(self);
+        idle::release_if_due(self);
         Ok(grant)
     }
 

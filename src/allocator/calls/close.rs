@@ -20,7 +20,7 @@ use crate::allocator::report::Trimmed;
 use crate::allocator::stream::slot::{Holder, StreamKey};
 use crate::error::Error;
 use crate::nvtx::{self, Category};
-use crate::sync::capture::is_of_capture;
+use crate::sync::capture::{is_of_capture, is_void_wait};
 
 /// Name of the holder that keeps an allocator open while graphs may use memory of its pools.
 const GRAPH: &str = "graph";
@@ -120,7 +120,7 @@ fn wait_for_markers(engine: &Engine) -> Result<(), Error> {
         };
         match asked.and_then(|()| engine.host_wait(stream, bound, event)) {
             Err(Error::Capturing { .. }) => {}
-            Err(Error::Driver(error)) if is_of_capture(error.code()) => {}
+            Err(Error::Driver(error)) if is_of_capture(error.code()) || is_void_wait(&error) => {}
             waited => waited?,
         }
     }
@@ -263,7 +263,10 @@ fn complete_all(engine: &Engine) -> Result<(), Error> {
         let Some((stream, bound, event)) = oldest else {
             break;
         };
-        engine.host_wait(stream, bound, event)?;
+        match engine.host_wait(stream, bound, event) {
+            Err(Error::Driver(error)) if is_void_wait(&error) => {}
+            waited => waited?,
+        }
     }
     let uncovered = engine
         .lock()

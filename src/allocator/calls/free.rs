@@ -33,10 +33,10 @@ pub(crate) struct RestOfFree {
     keep: Option<Shared>,
 }
 
-/// Checks for idle memory after a free.
-fn tend(engine: Option<Shared>) {
+/// Releases idle memory after a free, if a check is due.
+fn release_if_due(engine: Option<Shared>) {
     if let Some(engine) = engine {
-        idle::tend(&engine);
+        idle::release_if_due(&engine);
     }
 }
 
@@ -165,10 +165,10 @@ impl Engine {
             false => heap.free(id),
         };
         let rest = self.rest_of_free(&heap, after);
-        let tended = self.to_tend();
+        let engine = self.keep_for_decay();
         drop(heap);
         self.finish_free(rest);
-        tend(tended);
+        release_if_due(engine);
         Ok(())
     }
 
@@ -188,9 +188,9 @@ impl Engine {
                 .record_free(&heap.streams, &heap.extents.records, id);
         }
         if heap.free_alone(id, generation) {
-            let tended = self.to_tend();
+            let engine = self.keep_for_decay();
             drop(heap);
-            tend(tended);
+            release_if_due(engine);
             return true;
         }
         if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
@@ -198,10 +198,10 @@ impl Engine {
         }
         let after = heap.free(id);
         let rest = self.rest_of_free(&heap, after);
-        let tended = self.to_tend();
+        let engine = self.keep_for_decay();
         drop(heap);
         self.finish_free(rest);
-        tend(tended);
+        release_if_due(engine);
         true
     }
 
@@ -345,7 +345,7 @@ impl Engine {
     /// Returns the engine if this free should also check for idle memory. Called under the lock: once the lock is
     /// released, the block may have been the last one and another thread may drop the last allocator, so no other
     /// reference is certain to keep the engine alive.
-    fn to_tend(&self) -> Option<Shared> {
+    fn keep_for_decay(&self) -> Option<Shared> {
         self.decay.as_ref().and_then(|_| self.keep())
     }
 

@@ -37,14 +37,14 @@ pub(crate) fn find(engine: &Engine) -> Result<(u64, Result<u64, Error>), Error> 
 
 /// Releases memory that has been idle for long, if a check is due. On a failure the next check tries again.
 #[inline]
-pub(crate) fn tend(engine: &Engine) {
+pub(crate) fn release_if_due(engine: &Engine) {
     if let Some(decay) = &engine.decay {
-        tend_now(engine, decay);
+        release_and_log(engine, decay);
     }
 }
 
 #[cold]
-fn tend_now(engine: &Engine, decay: &Decay) {
+fn release_and_log(engine: &Engine, decay: &Decay) {
     if !process::is_unwatched() {
         return;
     }

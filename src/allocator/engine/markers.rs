@@ -255,6 +255,9 @@ impl Engine {
     }
 
     /// Waits on the host for one marker.
+    ///
+    /// # Errors
+    /// The driver's error if the marker was invalid ([`is_void_wait`]); then it has been removed.
     pub(crate) fn host_wait(
         &self,
         stream: u32,
@@ -275,11 +278,12 @@ impl Engine {
         drop(event);
         match waited {
             Ok(()) => {}
-            Err(error) if is_void_event(error.code()) => {
-                drop_void(self, &[(stream, bound)]);
-                return Ok(());
+            Err(error) => {
+                if is_void_event(error.code()) {
+                    drop_void(self, &[(stream, bound)]);
+                }
+                return Err(self.error(error));
             }
-            Err(error) => return Err(self.error(error)),
         }
         let mut heap = self.lock();
         heap.streams.observed(stream, bound);

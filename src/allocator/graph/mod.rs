@@ -76,7 +76,7 @@ pub(crate) struct Pool {
     /// Whether its memory is suspended, and so not counted.
     pub away: bool,
     /// Whether a graph may use it whose end the driver does not report.
-    pub untold: bool,
+    pub unreported: bool,
     /// Number of calls that work on it without the lock.
     pub calls: u32,
     /// Bytes that these calls will add.
@@ -119,7 +119,7 @@ pub(crate) enum Asker {
 impl Pool {
     /// Whether a graph may use it.
     pub(crate) fn is_leased(&self) -> bool {
-        self.untold || self.has_leases()
+        self.unreported || self.has_leases()
     }
 
     /// Whether it has memory, and no live block.
@@ -430,7 +430,7 @@ impl Graphs {
         if let Some(pool) = self.pools.get_mut(&pool) {
             match lease {
                 Some(lease) => lease.hold(),
-                None => pool.untold = true,
+                None => pool.unreported = true,
             }
         }
     }
@@ -452,14 +452,14 @@ impl Graphs {
     pub(crate) fn end(&mut self) -> (Vec<u64>, bool) {
         let captures: Vec<u64> = self.captures.keys().copied().collect();
         captures.into_iter().for_each(|capture| self.ended(capture));
-        let untold = self.pools.values().any(|pool| pool.untold);
-        (self.pools.keys().copied().collect(), untold)
+        let unreported = self.pools.values().any(|pool| pool.unreported);
+        (self.pools.keys().copied().collect(), unreported)
     }
 
     /// Records that all work is complete, including that of graphs whose end is not reported.
-    pub(crate) fn told(&mut self) {
+    pub(crate) fn set_all_reported(&mut self) {
         let pools = self.pools.values_mut();
-        pools.for_each(|pool| pool.untold = false);
+        pools.for_each(|pool| pool.unreported = false);
     }
 
     /// Fails while a pool is suspended.

@@ -81,13 +81,11 @@ pub(crate) struct Asked<'a> {
 /// The scopes' answer for a request.
 pub(crate) enum Answer {
     /// The request goes to a pool, through a scope.
-    Pool {
-        scope: u64,
-        pool: u64,
-    },
+    Pool { scope: u64, pool: u64 },
     /// The answer depends on these filters: the first that returns true counts; if none does, the remaining scopes.
     Filters(Vec<(u64, u64, Filter)>),
-    Nobody,
+    /// The request belongs to no pool.
+    NoPool,
 }
 
 impl Scopes {
@@ -143,7 +141,7 @@ impl Scopes {
         let own = |kind: &Kind| matches!(kind, Kind::Thread(thread) if *thread == asked.thread);
         match self.last(own) {
             Some((scope, pool)) => Answer::Pool { scope, pool },
-            None => Answer::Nobody,
+            None => Answer::NoPool,
         }
     }
 

@@ -61,13 +61,7 @@ impl Heap {
                     .release(SpaceId::Small, id, stream, Uses::One(u));
                 let strange = !self.extents.small.merge_own || self.streams.is_inactive(stream);
                 if strange && self.streams.complete(&u) {
-                    self.streams.complete_pieces(
-                        &mut self.extents,
-                        &mut self.stats,
-                        SpaceId::Small,
-                        stream,
-                        usize::MAX,
-                    );
+                    self.complete_class(SpaceId::Small, stream, usize::MAX);
                 }
             }
             self.streams.count_free(&u, PAGE, after);

@@ -130,20 +130,12 @@ impl Heap {
     fn complete_streams(&mut self, classes: &[u32], most: usize) -> bool {
         let mut left = most;
         for id in [SpaceId::Large, SpaceId::Small] {
-            left -=
-                self.streams
-                    .complete_pieces(&mut self.extents, &mut self.stats, id, MIXED, left);
+            left -= self.complete_class(id, MIXED, left);
             if self.extents.space(id).is_none_or(|space| space.merge_own) {
                 continue;
             }
             for class in classes {
-                left -= self.streams.complete_pieces(
-                    &mut self.extents,
-                    &mut self.stats,
-                    id,
-                    *class,
-                    left,
-                );
+                left -= self.complete_class(id, *class, left);
             }
         }
         self.return_held_back();
@@ -183,13 +175,7 @@ impl Heap {
                     .flat_map(Space::pending_streams)
                     .collect();
                 for class in classes {
-                    self.streams.complete_pieces(
-                        &mut self.extents,
-                        &mut self.stats,
-                        space,
-                        class,
-                        usize::MAX,
-                    );
+                    self.complete_class(space, class, usize::MAX);
                 }
             }
         }

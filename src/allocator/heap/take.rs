@@ -96,14 +96,16 @@ impl Heap {
         at.restore(records, id, shards);
         // Pieces that became complete meanwhile are available to all streams.
         for class in over {
-            self.streams.complete_pieces(
-                &mut self.extents,
-                &mut self.stats,
-                space,
-                class,
-                usize::MAX,
-            );
+            self.complete_class(space, class, usize::MAX);
         }
+    }
+
+    /// Removes completed uses from at most `most` pieces of a space that are pending on one stream, or on several.
+    /// Returns the number of pieces with a completed use.
+    pub(crate) fn complete_class(&mut self, space: SpaceId, class: u32, most: usize) -> usize {
+        let (extents, stats) = (&mut self.extents, &mut self.stats);
+        self.streams
+            .complete_pieces(extents, stats, space, class, most)
     }
 
     /// Counts freed bytes that several streams may still access.

@@ -54,7 +54,7 @@ pub(crate) struct Streams {
     in_use: usize,
     /// Number of slots in use that are inactive.
     inactive: usize,
-    /// Whether a inactive stream has become active, and the spaces have not been updated yet.
+    /// Whether an inactive stream has become active, and the spaces have not been updated yet.
     pub(crate) reactivated: bool,
     /// Number of large requests made while there were several streams.
     requests: u64,

@@ -109,7 +109,7 @@ impl Suspender {
     }
 
     /// Calls all hooks, without the lock.
-    pub(crate) fn tell(&self, change: SegmentChange, segments: &[Segment]) {
+    pub(crate) fn notify(&self, change: SegmentChange, segments: &[Segment]) {
         if segments.is_empty() {
             return;
         }

@@ -251,7 +251,7 @@ pub(crate) fn suspend(
         debug.lose_guards();
     }
     let dying = work.segments(SegmentChange::Death);
-    engine.suspender.tell(SegmentChange::Death, &dying);
+    engine.suspender.notify(SegmentChange::Death, &dying);
     match take_away(engine, &mut work.parked) {
         Ok(()) => {
             work.set_away(true);
@@ -342,7 +342,7 @@ fn report_restored(engine: &Engine, mut work: Work<'_>) {
     work.set_away(false);
     let born = work.segments(SegmentChange::Birth);
     drop(work);
-    engine.suspender.tell(SegmentChange::Birth, &born);
+    engine.suspender.notify(SegmentChange::Birth, &born);
 }
 
 /// Creates a stream for copies, if there are any.

@@ -154,7 +154,7 @@ fn a_stitch_takes_what_the_other_arena_gave_back() {
     });
 }
 
-/// Blocks of so many KiB in a row, of which some are freed in the end.
+/// Adjacent blocks of these sizes in KiB, some of which are freed at the end.
 fn row(allocator: &Allocator, stream: &Stream, sizes: &[usize], freed: &[usize]) -> Vec<Block> {
     let allocate = |kib: &usize| allocator.allocate(kib * KIB, stream).unwrap();
     let mut blocks: Vec<Block> = sizes.iter().map(allocate).collect();

@@ -25,7 +25,7 @@ fn packed(test: impl Fn(&Rig)) {
     only(Policy::Packed, test);
 }
 
-/// Every second part, live, with contents that nobody may change: they are looked at in the end.
+/// Every second part, live, with contents that must stay unchanged: they are compared at the end.
 struct Kept<'a> {
     rig: &'a Rig,
     blocks: Vec<Block>,

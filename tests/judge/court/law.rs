@@ -62,6 +62,8 @@ struct Lane {
     blocking: bool,
     /// Of which capture it is part.
     capture: Option<u64>,
+    /// The position at which the program stopped using the stream.
+    left: Option<u64>,
 }
 
 enum Stamp {
@@ -186,6 +188,7 @@ impl Law {
             context,
             blocking,
             capture: None,
+            left: None,
         });
         self.lanes.len() - 1
     }

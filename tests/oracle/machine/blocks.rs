@@ -6,6 +6,7 @@ use cualloc::error::InvalidArgument;
 use cualloc::{Block, Error, Policy};
 
 use super::{Done, Handle, Held, Machine, text};
+use crate::court::ranges::Position;
 use crate::court::table::Court;
 use crate::program::{Bad, Want};
 
@@ -105,7 +106,6 @@ impl Machine<'_> {
             requested: bytes as u64,
             owner,
             view,
-            until: None,
             block,
             recorded: Vec::new(),
             writer,
@@ -206,16 +206,14 @@ impl Machine<'_> {
             return Ok(());
         };
         let mut held = self.blocks.swap_remove(at);
+        // The free itself may submit a marker, which is no use of the block.
+        let uses = uses_of(&self.court, &held);
         match held.block.take() {
             Some(block) if drop_it => {
                 drop(block);
                 if self.armed && self.alloc.usable_size(held.ptr).is_some() {
                     // The program is done with it, whenever the allocator is.
-                    held.until = Some(self.position(held.owner));
-                    for (stream, until) in &mut held.recorded {
-                        until.get_or_insert_with(|| self.position(*stream));
-                    }
-                    leave(&self.court, &held);
+                    self.court.law().freed_after(held.ptr, &uses);
                     self.deferred.push(held);
                     return Ok(());
                 }
@@ -239,7 +237,8 @@ impl Machine<'_> {
                 }
             }
         }
-        self.gone(&held);
+        self.court.law().freed_after(held.ptr, &uses);
+        self.settle(&held);
         Ok(())
     }
 
@@ -255,17 +254,10 @@ impl Machine<'_> {
             let again = taken.is_some_and(|(s, e)| s < held.ptr + held.size && held.ptr < e);
             if again || self.alloc.usable_size(held.ptr).is_none() {
                 let held = self.deferred.swap_remove(at);
-                self.gone(&held);
+                self.settle(&held);
             } else {
                 at += 1;
             }
-        }
-    }
-
-    fn gone(&mut self, held: &Held) {
-        self.settle(held);
-        if held.until.is_none() {
-            leave(&self.court, held);
         }
     }
 
@@ -319,11 +311,12 @@ impl Machine<'_> {
     }
 }
 
-/// The program is done with a block.
-pub(super) fn leave(court: &Court, held: &Held) {
-    let mut law = court.law();
-    let mut uses = vec![held.until.unwrap_or_else(|| law.position(held.owner))];
+/// The positions until which streams may use a block that is freed now.
+pub(super) fn uses_of(court: &Court, held: &Held) -> Vec<Position> {
+    let law = court.law();
     let recorded = held.recorded.iter();
-    uses.extend(recorded.map(|(stream, until)| until.unwrap_or_else(|| law.position(*stream))));
-    law.freed_after(held.ptr, &uses);
+    let recorded = recorded.map(|(stream, until)| until.unwrap_or_else(|| law.position(*stream)));
+    std::iter::once(law.position(held.owner))
+        .chain(recorded)
+        .collect()
 }

@@ -72,8 +72,6 @@ struct Held {
     owner: usize,
     /// Lies in a view.
     view: bool,
-    /// Until when its own stream may touch it, if that is over.
-    until: Option<Position>,
     /// Owned, or held by address alone.
     block: Option<Block>,
     /// Streams recorded on the block: until the free, or until a position.

@@ -59,10 +59,9 @@ impl Machine<'_> {
 
     fn free_other(&mut self, at: usize) -> Done {
         let (block, number) = self.other.blocks.swap_remove(at);
-        let ptr = block.ptr();
+        let (ptr, last) = (block.ptr(), self.position(number));
         match block.free() {
             Ok(()) => {
-                let last = self.position(number);
                 self.court.law().freed_after(ptr, &[last]);
                 Ok(())
             }

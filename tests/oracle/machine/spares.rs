@@ -6,7 +6,7 @@ use cualloc::allocator::BlockInfo;
 use cualloc::driver::Stream;
 use cualloc::{Allocator, Policy};
 
-use super::blocks::leave;
+use super::blocks::uses_of;
 use super::{Done, Handle, Held, Machine};
 use crate::court::table::court;
 use crate::program::Relief;
@@ -41,6 +41,7 @@ impl Spares {
         let Some(mut held) = first else {
             return 0;
         };
+        let uses = uses_of(&court(), &held);
         match held.block.take().map(cualloc::Block::free) {
             Some(Err(refused)) => {
                 held.block = Some(*refused.value);
@@ -48,7 +49,7 @@ impl Spares {
                 0
             }
             _ => {
-                leave(&court(), &held);
+                court().law().freed_after(held.ptr, &uses);
                 let size = held.size;
                 self.with(|lists| lists.spent.push(held));
                 size
@@ -72,10 +73,9 @@ impl Spares {
                 if let Ok(block) = alloc.allocate(3000, stream) {
                     let (start, court) = (block.ptr(), court());
                     court.law().handed_out(start, block.size(), *owner);
+                    let last = court.law().position(*owner);
                     drop(block);
-                    let mut law = court.law();
-                    let last = law.position(*owner);
-                    law.freed_after(start, &[last]);
+                    court.law().freed_after(start, &[last]);
                 }
             }
         }

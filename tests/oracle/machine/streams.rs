@@ -88,6 +88,7 @@ impl Machine<'_> {
             entered.record(&event, raw)?;
             Ok(event)
         })?;
+        self.court.law().left(number);
         let named = |b: &Held| b.owner == number || b.recorded.iter().any(|r| r.0 == number);
         let needed = matches!(self.lanes[at].handle, Handle::Raw(_))
             && (!self.setup.stream_ids || self.any_held(named));

@@ -98,7 +98,7 @@ fn s5_30_budget_follows_what_really_left() {
         assert_eq!(outstanding(&direct), 4096);
         stranger.deallocate_block(*failure.value).unwrap();
         direct.deallocate_block(block).unwrap();
-        assert_eq!(outstanding(&direct), 0, "synchronous: at once");
+        assert_eq!(outstanding(&direct), 0, "synchronous: freed immediately");
         // Two budgets over one resource keep apart what each has let through.
         let shared = Arc::new(asynchronous(rig));
         let one = Budget::new(Arc::clone(&shared), Some(4096));

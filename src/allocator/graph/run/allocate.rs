@@ -168,7 +168,7 @@ fn resolve(
         };
         match answer {
             Answer::Pool { scope, pool } => return Ok(Some((scope, pool, version))),
-            Answer::Nobody => return Ok(None),
+            Answer::NoPool => return Ok(None),
             Answer::Filters(filters) => {
                 let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
                 let mut filters = filters.into_iter();
@@ -212,13 +212,8 @@ fn obtain(
         }
         let taken = heap.graphs.take(pool, request.asker, request.fit);
         if let Some(place) = taken {
-            return Ok(pooled::add(
-                &mut heap,
-                pool,
-                request.sizes(),
-                place,
-                Few::from([user]),
-            ));
+            let users = Few::from([user]);
+            return Ok(pooled::add(&mut heap, pool, request.sizes(), place, users));
         }
         if cached_only {
             return Err(Error::NotCached);
@@ -264,13 +259,8 @@ fn obtain(
         match made {
             Ok(_) => {
                 if let Some(place) = place {
-                    return Ok(pooled::add(
-                        &mut heap,
-                        pool,
-                        request.sizes(),
-                        place,
-                        Few::from([user]),
-                    ));
+                    let users = Few::from([user]);
+                    return Ok(pooled::add(&mut heap, pool, request.sizes(), place, users));
                 }
             }
             Err(not_made) => {

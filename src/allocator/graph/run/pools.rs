@@ -261,11 +261,11 @@ fn plan_home(engine: &Engine, pool: u64, bytes: u64) -> Result<u64, Error> {
 
 /// Waits for the pending memory of pools, and releases all their memory. No graph holds a lease any more.
 pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
-    let (pools, untold) = engine.lock().graphs.end();
+    let (pools, unreported) = engine.lock().graphs.end();
     let unasked = !engine.lock().graphs.unasked.is_empty();
-    if untold || unasked {
+    if unreported || unasked {
         contexts::synchronise(engine, true)?;
-        engine.lock().graphs.told();
+        engine.lock().graphs.set_all_reported();
     }
     for pool in pools {
         poll_events(engine, pool, true)?;

@@ -42,7 +42,7 @@ pub(crate) fn free(
     // Declared first: the users are dropped before the log lines that they hold back are written.
     let _lines = keep_lines();
     let users = users;
-    let (mut uses, mut all_told) = (LastUses::default(), Ok(()));
+    let (mut uses, mut all_covered) = (LastUses::default(), Ok(()));
     let mut asked = None;
     if let [user] = &*users
         && user.since.is_some()
@@ -58,8 +58,8 @@ pub(crate) fn free(
     }
     // Every user is queried even if one fails, because the graphs of all of them need leases.
     for user in &users {
-        let told = last_use(engine, pool, user, asked.take(), &mut uses);
-        all_told = all_told.and(told);
+        let covered = last_use(engine, pool, user, asked.take(), &mut uses);
+        all_covered = all_covered.and(covered);
     }
     let mut heap = engine.open()?;
     if !uses.in_graphs.is_empty()
@@ -75,7 +75,7 @@ pub(crate) fn free(
             }
         }
     }
-    all_told?;
+    all_covered?;
     let live = heap
         .graphs
         .live(ptr)
@@ -152,7 +152,7 @@ fn last_use(
                 && let Some(pool) = heap.graphs.pools.get_mut(&pool)
             {
                 // The graph uses the pool, but nothing will report its destruction.
-                pool.untold = true;
+                pool.unreported = true;
             }
             uses.in_graphs.push(heap.graphs.lease_of(info.id, pool));
             return Err(later);

@@ -2,14 +2,20 @@
 
 use std::collections::HashSet;
 
-use super::Law;
+use super::{Lane, Law};
 use crate::court::ranges::Position;
 
 impl Law {
-    /// The newest position of a stream.
+    /// The newest position of a stream, or the one at which the program left it.
     pub fn position(&self, stream: usize) -> Position {
-        let clock = &self.lanes[stream].clock;
-        (stream, clock.get(stream).copied().unwrap_or(0))
+        let Lane { clock, left, .. } = &self.lanes[stream];
+        let newest = clock.get(stream).copied().unwrap_or(0);
+        (stream, left.unwrap_or(newest))
+    }
+
+    /// The program does not use the stream any more. The allocator may still submit markers to it.
+    pub fn left(&mut self, stream: usize) {
+        self.lanes[stream].left = Some(self.position(stream).1);
     }
 
     /// Whether what is submitted to a stream next comes after a position.
