@@ -43,7 +43,7 @@ fn d8_the_last_block_dropped_in_a_capture_leaks_nothing() {
 
 /// D8: a capture that is ended elsewhere is noticed by any other allocator.
 #[test]
-fn d8_a_later_allocator_gives_back_what_an_orphan_holds() {
+fn d8_a_later_allocator_releases_the_memory_of_an_orphan() {
     each_alone(|rig| {
         let Some(sim) = rig.sim() else {
             return;
@@ -266,7 +266,7 @@ fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
 
 /// D8: a block that was given back by hand stays its owner's until it can go.
 #[test]
-fn d8_a_native_block_that_is_deallocated_in_a_capture_comes_back() {
+fn d8_a_native_block_deallocated_in_a_capture_is_freed_later() {
     with_pool(|rig, _, pool| {
         let stream = rig.stream();
         let block = pool.allocate_block(&Request::new(MIB), &stream).unwrap();

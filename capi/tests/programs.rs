@@ -207,7 +207,7 @@ fn programs_run_in_the_last_destructors_of_a_thread() {
 
 /// Wrong arguments from eight threads, by a caller that knows only the header.
 #[test]
-fn wrong_arguments_are_errors_as_the_header_says() {
+fn wrong_arguments_return_the_documented_errors() {
     driven(
         "stranger.c",
         &[if checked().is_empty() { "2" } else { "1" }],

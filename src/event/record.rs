@@ -205,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_that_do_not_fit_spoil_no_others() {
+    fn numbers_that_do_not_fit_affect_no_others() {
         let event = Event {
             kind: Kind::Allocate,
             at: u64::MAX,

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_is_woken_when_a_half_is_full() {
+    fn the_reader_is_woken_when_a_half_is_full() {
         let ring = Arc::new(Ring::new(8, Some(std::thread::current())));
         let mut writer = Writer::new(Some(Arc::clone(&ring)), Whose::NONE);
         let is_woken = |within| {
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn another_stream_goes_on_in_the_lap() {
+    fn another_stream_continues_in_the_same_lap() {
         let (ring, mut writer) = pair(8);
         write(&mut writer, 0..10);
         writer.set_whose(Whose::new(1, 2));
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn what_had_no_room_is_counted() {
+    fn lost_events_are_counted() {
         for capacity in [2, 8] {
             let (ring, mut writer) = pair(capacity);
             for last in 13..40 {

@@ -417,7 +417,7 @@ mod tests {
     use crate::event::record;
 
     #[test]
-    fn who_gets_a_stream_has_no_ring_of_a_recording_that_is_over() {
+    fn a_reused_stream_has_no_ring_of_an_ended_recording() {
         let whose = Whose::new(1, 2);
         let ring = Some(Arc::new(Ring::new(8, None)));
         let mut tap = Tap {

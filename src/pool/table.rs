@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_is_bounded() {
+    fn the_remembered_history_is_bounded() {
         let table = Table::default();
         let keys = (0..SHARDS as u64 * KEYS as u64 * 4).map(|stream| (stream, 512));
         for key in keys.chain(vec![KEY; 2 * REMEMBERED]) {

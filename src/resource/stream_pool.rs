@@ -110,7 +110,7 @@ mod tests {
 
     /// S5.36: 256 MiB, another number of bytes, and nothing else.
     #[test]
-    fn s5_36_stream_budget_ignores_what_is_no_size() {
+    fn s5_36_stream_budget_ignores_invalid_sizes() {
         assert_eq!(stream_budget(None), 256 << 20);
         assert_eq!(stream_budget(Some("4096")), 4096);
         assert_eq!(stream_budget(Some("64MiB")), 64 << 20);

@@ -175,7 +175,7 @@ fn a_reservation_that_is_refused_is_tried_shorter() {
 
 /// Addresses are named, not memory, of which there is plenty; what is there goes on to serve.
 #[test]
-fn a_request_that_lacks_addresses_says_so() {
+fn a_request_without_addresses_reports_that() {
     only_simulated_on(Policy::Packed, cramped(1 << 30, 512 << 20), |rig, _| {
         let (allocator, [stream]) = rig.scene();
         for single in [false, true] {

@@ -400,7 +400,7 @@ fn s1_16_recording_needs_a_live_block() {
 
 /// S1.17: what can go goes back to the driver; the rest is what is reserved.
 #[test]
-fn s1_17_empty_cache_gives_back_what_is_free() {
+fn s1_17_empty_cache_releases_free_memory() {
     each(|rig| {
         let (allocator, [stream]) = rig.scene();
         let _pinned = allocator.allocate(2 * MIB, &stream).unwrap();

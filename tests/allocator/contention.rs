@@ -163,7 +163,7 @@ fn r55_a_default_configuration_reuses_a_gibibyte() {
 /// Two threads say at once that a block is used on their streams, one for good and one until now:
 /// neither word is lost.
 #[test]
-fn uses_recorded_by_two_threads_at_once_are_both_kept() {
+fn uses_recorded_concurrently_are_both_kept() {
     only(Policy::Packed, |rig| {
         let (allocator, [home, one, other]) = rig.scene();
         // From here on every stream is known.
@@ -238,7 +238,7 @@ fn r34_figures_agree_beside_batches_of_frees() {
 /// A close finds memory in the hands of a trim on another thread: it says so and loses nothing, whether the
 /// driver takes that memory or not.
 #[test]
-fn r2_a_close_beside_a_trim_says_what_is_on_its_way() {
+fn r2_a_close_beside_a_trim_reports_memory_being_released() {
     each_simulated(|rig, sim| {
         let call = if rig.packed() {
             "cuMemUnmap"

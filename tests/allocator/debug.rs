@@ -108,7 +108,7 @@ fn one_byte_behind_a_block_is_found_at_its_free_and_by_a_check() {
 }
 
 #[test]
-fn a_write_after_the_free_is_found_when_the_block_is_let_go() {
+fn a_write_after_the_free_is_found_when_the_block_leaves_quarantine() {
     each("quarantine:4M", |scene| {
         let block = scene.take(MIB);
         let at = block.ptr();
@@ -162,7 +162,7 @@ fn work_of_a_stream_that_was_not_recorded_is_a_use_after_free() {
 }
 
 #[test]
-fn memory_in_quarantine_is_let_go_before_memory_runs_out() {
+fn the_quarantine_is_emptied_before_memory_runs_out() {
     each("quarantine:1G", |scene| {
         scene.set_limit(Some(64 << 20));
         for _ in 0..20 {
@@ -216,7 +216,7 @@ fn blocks_that_are_left_are_listed_with_their_tags() {
 }
 
 #[test]
-fn streams_that_are_retired_and_raw_ones_are_waited_for_all_the_same() {
+fn retired_and_raw_streams_are_waited_for_as_well() {
     each("guard+quarantine:1M+poison+leaks", |scene| {
         let raw = scene.create_stream().unwrap();
         let allocator = &scene.allocator;
@@ -391,7 +391,7 @@ fn after_nth(call: &'static str, nth: u32, work: impl FnOnce() + 'static) {
 }
 
 #[test]
-fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
+fn a_block_freed_while_a_check_reads_it_is_freed_after_the_read() {
     each_with_interludes(|rig, _| {
         for modes in ["guard", "guard+quarantine:30M+poison"] {
             let config: Config = format!("debug={modes}").parse().unwrap();
@@ -420,7 +420,7 @@ fn a_block_that_is_freed_while_a_check_reads_it_goes_when_it_was_read() {
 }
 
 #[test]
-fn a_check_says_nothing_of_a_block_that_is_freed_meanwhile() {
+fn a_check_ignores_a_block_that_is_freed_meanwhile() {
     each_with_interludes(|rig, _| {
         let config: Config = "debug=guard".parse().unwrap();
         let (allocator, [stream]) = rig.scene_with(config);

@@ -50,7 +50,7 @@ fn mib(count: usize) -> u64 {
 }
 
 #[test]
-fn memory_goes_back_when_it_was_idle_for_long() {
+fn memory_that_was_idle_for_long_is_released() {
     for policy in ["packed", "classic"] {
         let scene = Scene::new(&format!("policy={policy},decay=10s"));
         scene.peak(10);

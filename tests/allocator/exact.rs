@@ -204,7 +204,7 @@ impl Worker<'_, '_> {
 /// Counts of what lives, and of bytes asked for and given, equal the threads' own sums at every
 /// barrier. An observer beside them never sees a peak below anything that it saw live before.
 #[test]
-fn s1_19_current_figures_are_the_sums_of_what_lives() {
+fn s1_19_current_figures_are_the_sums_of_live_blocks() {
     let observed = AtomicU64::new(0);
     each(|rig| {
         let allocator = rig.checked();

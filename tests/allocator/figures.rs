@@ -117,7 +117,7 @@ fn s1_38_counters_equal_a_walk() {
 
 /// S1.39: what empty cache gave back is gone, and nothing is ever served from it.
 #[test]
-fn s1_39_emptied_memory_does_not_come_back() {
+fn s1_39_released_memory_is_not_reused() {
     each(|rig| {
         let (allocator, [stream]) = rig.scene();
         drop(allocator.allocate(MIB, &stream).unwrap());

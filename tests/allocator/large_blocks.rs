@@ -83,7 +83,7 @@ fn figures_do_not_fall_when_a_stream_is_retired() {
 
 /// Figures are exact at any moment, of lives in the large-block cache as well.
 #[test]
-fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
+fn s1_19_figures_distinguish_live_blocks_from_cached_memory() {
     packed(|rig| {
         let (allocator, [a]) = used_to_pairs(rig);
         let _kept = allocator.allocate(5 * MIB, &a).unwrap();
@@ -136,7 +136,7 @@ fn s1_19_figures_tell_lives_in_large_caches_from_memory_at_hand() {
 
 /// What nobody holds does not count for a peak, neither of large blocks nor of small ones.
 #[test]
-fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
+fn s1_19_blocks_in_a_large_cache_are_not_part_of_a_peak() {
     packed(|rig| {
         let (allocator, [a]) = rig.scene();
         // No request below is the largest so far.
@@ -159,7 +159,7 @@ fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
 }
 
 #[test]
-fn s1_13_a_second_free_of_what_lies_in_a_large_cache_is_refused() {
+fn s1_13_a_second_free_of_a_block_in_a_large_cache_is_refused() {
     packed(|rig| {
         let (allocator, [a]) = used_to_pairs(rig);
         let ptr = allocator.allocate(LARGE, &a).unwrap().into_raw();
@@ -208,7 +208,7 @@ fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
 /// Memory in a large-block cache is as good as any other to a request of another length or of another stream, to a
 /// request at a limit, and to a trim.
 #[test]
-fn s1_40_memory_in_large_caches_is_there_for_others() {
+fn s1_40_memory_in_large_caches_is_available_to_others() {
     packed(|rig| {
         let (allocator, [a, b]) = rig.scene_with(Config::new().limit(Some(4 * MIB as u64)));
         drop(allocator.allocate(4 * MIB, &a).unwrap());
@@ -230,7 +230,7 @@ fn s1_40_memory_in_large_caches_is_there_for_others() {
 
 /// A block beside one that is freed comes out of its large-block cache, so that both become one piece.
 #[test]
-fn what_lies_in_a_large_cache_merges_with_its_neighbours() {
+fn blocks_in_a_large_cache_merge_with_their_neighbours() {
     packed(|rig| {
         let (allocator, [a]) = rig.scene_limit(8 * MIB);
         let row = [2, 3, 3].map(|mib| allocator.allocate(mib * MIB, &a).unwrap());
@@ -290,7 +290,7 @@ fn beside_a_foreign_cache(rig: &Rig) -> (Checked<'_>, Stream, Block, RawStream) 
 /// stream of a foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong
 /// stream.
 #[test]
-fn r24_what_comes_out_of_a_large_cache_touches_no_stream_that_may_be_gone() {
+fn r24_flushing_a_large_cache_uses_no_stream_that_may_be_destroyed() {
     packed(|rig| {
         let (allocator, b, _kept, foreign) = beside_a_foreign_cache(rig);
         foreign.destroy();
@@ -303,7 +303,7 @@ fn r24_what_comes_out_of_a_large_cache_touches_no_stream_that_may_be_gone() {
 
 /// The call of a stream itself records what is due on it.
 #[test]
-fn what_comes_out_of_a_large_cache_is_marked_in_a_call_of_its_stream() {
+fn blocks_from_a_large_cache_are_marked_in_a_call_of_their_stream() {
     packed(|rig| {
         let (allocator, _, kept, foreign) = beside_a_foreign_cache(rig);
         let markers = allocator.stats().markers;
@@ -414,7 +414,7 @@ fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
 /// R61: a front of which nothing is asked but what lies in its large-block cache is in use, and keeps its free
 /// runs.
 #[test]
-fn r61_a_cache_that_is_busy_with_large_blocks_keeps_what_it_has() {
+fn r61_a_cache_that_is_busy_with_large_blocks_keeps_its_blocks() {
     packed(|rig| {
         const PAGE: usize = 64 * KIB;
         const STEP: usize = 2 * MIB / PAGE;

@@ -86,7 +86,7 @@ fn r8_whole_cap_is_usable() {
 
 /// R9: the limit counts bytes held from the driver, neither requests nor rounded sizes.
 #[test]
-fn r9_limit_counts_what_the_driver_gave() {
+fn r9_the_limit_counts_bytes_from_the_driver() {
     each(|rig| {
         const LIMIT: usize = 64 * MIB;
         let allocator = rig.checked_limit(LIMIT);
@@ -224,7 +224,7 @@ fn r1_memory_that_waits_made_free_is_found() {
 
 /// What can never be had costs nothing that is kept for others, unless a hook might raise the limit.
 #[test]
-fn a_request_beyond_everything_fails_at_once() {
+fn a_request_beyond_all_memory_fails_immediately() {
     each(|rig| {
         const BLOCK: usize = 6 * MIB;
         let (allocator, [stream, other]) = rig.scene_limit(4 * BLOCK);
@@ -337,7 +337,7 @@ fn r14_error_names_the_failure_behind_it() {
 
 /// R2: memory that a failed growth could not give back is tried again before a request fails at a limit.
 #[test]
-fn r2_what_could_not_be_given_back_is_tried_again_at_a_limit() {
+fn r2_a_failed_release_is_repeated_at_a_limit() {
     each_simulated(|rig, sim| {
         if !rig.packed() {
             return;
@@ -391,7 +391,7 @@ fn growth_leaves_the_headroom_of_the_device_free() {
 
 /// The default is 2 % of the device, and nothing where less than twice as much is free.
 #[test]
-fn a_device_that_others_have_filled_has_no_headroom() {
+fn a_device_filled_by_other_programs_has_no_headroom() {
     only_simulated_on(
         Policy::Packed,
         SimConfig::with_devices(1, 1000 << 20),

@@ -21,7 +21,7 @@ fn row<const N: usize>(allocator: &Allocator, stream: &Stream, mib: [usize; N]) 
 
 /// R24: the last marker of a stream covers what is freed on it later, also while there is no other one.
 #[test]
-fn r24_what_is_freed_on_a_retired_stream_is_covered() {
+fn r24_memory_freed_on_a_retired_stream_is_covered() {
     packed(|rig| {
         let (allocator, [a, b]) = rig.scene_limit(4 * MIB);
         for others in [false, true] {
@@ -44,7 +44,7 @@ fn r24_what_is_freed_on_a_retired_stream_is_covered() {
 
 /// S3.29: memory that is idle longest goes first, whatever lies higher.
 #[test]
-fn s3_29_memory_that_is_idle_longest_goes_first() {
+fn s3_29_memory_that_is_idle_longest_is_released_first() {
     packed(|rig| {
         let (allocator, [stream]) = rig.scene();
         let [low, _low_wall, high, _high_wall] = row(&allocator, &stream, [6, 2, 6, 2]);
@@ -65,7 +65,7 @@ fn s3_29_memory_that_is_idle_longest_goes_first() {
 
 /// S1.6: memory that another stream was done with when it went fits as well as any.
 #[test]
-fn s1_6_what_a_gone_stream_used_is_found() {
+fn s1_6_memory_of_a_destroyed_stream_is_found() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let (allocator, [gone, stream]) = rig.scene();

@@ -73,7 +73,7 @@ fn s4_23_a_copy_can_be_awaited() {
 /// S4.23, S4.9: a callback gets the memory when the copy is complete, and may drop it, which calls the driver
 /// only later.
 #[test]
-fn s4_23_s4_9_a_copy_is_told_of() {
+fn s4_23_s4_9_a_copy_is_reported() {
     Rig::each_simulated(|rig, sim, alloc| {
         let context = &rig.contexts[0];
         let stream = alloc.create_stream().unwrap();
@@ -132,7 +132,7 @@ fn s4_23_s4_9_a_copy_is_told_of() {
 /// S4.9: what a callback dropped is destroyed with the last object of its context at the latest, also where the
 /// context is somebody else's; and if that went in the callback, with the next one.
 #[test]
-fn s4_9_what_is_owed_to_a_context_is_paid_with_its_last_object() {
+fn s4_9_deferred_destroys_run_with_the_last_object_of_a_context() {
     let sim = Simulator::new(SimConfig::default()).unwrap();
     let driver = sim.driver().unwrap();
     let raw = sim.create_context(0).unwrap();

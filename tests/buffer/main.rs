@@ -466,7 +466,7 @@ fn threads_share_a_buffer() {
 }
 
 #[test]
-fn types_may_be_sent_and_say_what_they_are() {
+fn types_are_send_and_have_debug_output() {
     fn shared<T: Send + Sync>() {}
     shared::<DeviceBuffer<f32>>();
     shared::<DeviceSlice<'_, f32>>();

@@ -74,7 +74,7 @@ fn every_resource_takes_its_memory_back() {
 
 /// S1.19
 #[test]
-fn s1_19_a_request_says_how_much_and_where() {
+fn s1_19_a_request_has_size_and_placement() {
     Rig::each(|_, alloc, stream| {
         let request = Request::array::<u32>(1000).unwrap().align(1 << 16);
         let budget = Arc::new(Budget::new(alloc.clone(), Some(10_000)));
@@ -134,7 +134,7 @@ impl Drop for Owner {
 }
 
 #[test]
-fn memory_of_others_goes_with_its_owner() {
+fn foreign_memory_is_freed_with_its_owner() {
     Rig::each(|_, alloc, stream| {
         let other = alloc.create_stream().unwrap();
         let dropped = Arc::new(AtomicU32::new(0));
@@ -206,7 +206,7 @@ fn streams_that_use_memory_without_records_are_waited_for() {
 
 /// R2
 #[test]
-fn a_recorded_stream_counts_until_memory_of_others_goes() {
+fn a_recorded_stream_counts_until_foreign_memory_is_freed() {
     Rig::each_simulated(|rig, sim, alloc| {
         sim.set_mode(Mode::Manual);
         let [home, other] = [(); 2].map(|()| alloc.create_stream().unwrap());

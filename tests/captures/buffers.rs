@@ -23,7 +23,7 @@ fn one_block_is_live(allocator: &Allocator) {
 /// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next
 /// comes after it, or is refused.
 #[test]
-fn d4_an_operation_whose_stream_captures_behind_it_is_made_up_for() {
+fn d4_an_operation_whose_stream_captures_after_it_is_ordered_again() {
     each_with_interludes(|rig, sim| {
         let (allocator, [home, other, third]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();

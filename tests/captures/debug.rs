@@ -170,7 +170,7 @@ fn memory_of_a_graph_is_neither_filled_nor_called_a_leak() {
 
 /// Captures of others, which nobody tells of.
 #[test]
-fn debug_modes_spoil_no_capture_that_they_do_not_know_of() {
+fn debug_modes_invalidate_no_unknown_capture() {
     each_simulated(|rig, _| {
         let modes = [
             sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,

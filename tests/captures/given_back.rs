@@ -82,7 +82,7 @@ fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
 
 /// A capture of a stream that the allocator never saw, in the mode in which unsafe calls of every thread spoil it.
 #[test]
-fn an_emptied_cache_spoils_no_capture_that_nobody_knows() {
+fn emptying_a_cache_invalidates_no_unknown_capture() {
     each_with_interludes(|rig, _| {
         let [short, long] = [rig.stream(), rig.stream()];
         let foreign = RawStream::new(rig);
@@ -141,7 +141,7 @@ fn an_emptied_cache_waits_for_no_context_while_a_scope_waits_for_captures() {
 }
 
 #[test]
-fn an_emptied_cache_keeps_what_a_capture_does_not_let_it_wait_for() {
+fn emptying_a_cache_keeps_memory_that_a_capture_prevents_waiting_for() {
     each(|rig| {
         let allocator = rig.checked();
         let (captures, raw) = (rig.stream(), RawStream::new(rig));
@@ -185,7 +185,7 @@ fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
 
 /// An adopted stream may be asked at any time, so that a capture of it is over is seen by who waits for everything.
 #[test]
-fn the_end_of_a_capture_of_an_adopted_stream_is_seen_by_the_next_wait() {
+fn the_next_wait_detects_the_end_of_an_adopted_streams_capture() {
     each_simulated(|rig, _| {
         let allocator = rig.checked();
         let stream = RawStream::new(rig);

@@ -44,7 +44,7 @@ fn r38_no_wait_for_a_context_while_an_own_stream_captures() {
 
 /// R38: so is a stream of this crate whose capture was begun through it, though the allocator never saw it.
 #[test]
-fn r38_no_wait_for_a_context_while_an_own_stream_captures_that_nobody_named() {
+fn r38_no_wait_for_a_context_while_an_unnamed_own_stream_captures() {
     each(|rig| {
         let (stranger, raw, other) = (rig.stream(), RawStream::new(rig), rig.stream());
         let allocator = rig.checked_limit(20 * MIB);
@@ -175,7 +175,7 @@ fn r38_capture_leaves_no_stale_events() {
 /// D5: a raw stream that was found capturing is not taken for one that captures once a free alone, or a marker alone,
 /// hears otherwise.
 #[test]
-fn d5_whatever_asks_the_stream_takes_the_finding_back() {
+fn d5_any_query_of_the_stream_revokes_the_finding() {
     each_simulated(|rig, _| {
         for marks in [false, true] {
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
@@ -200,7 +200,7 @@ fn d5_whatever_asks_the_stream_takes_the_finding_back() {
 
 /// D5: a stream that is gone can say no more that it does not capture. It is believed to for one call.
 #[test]
-fn d5_a_stream_that_vanished_is_no_hindrance() {
+fn d5_a_vanished_stream_does_not_hinder() {
     each_simulated(|rig, _| {
         for elsewhere in [false, true] {
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
@@ -251,7 +251,7 @@ fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
 
 /// Where captures are asked about, a block that a stream cache serves is asked for without the cache's lock, once.
 #[test]
-fn a_hit_that_asks_about_captures_has_no_cache_locked() {
+fn a_hit_queries_captures_without_a_locked_cache() {
     only_simulated(Policy::Packed, |rig, sim| {
         let (allocator, [stream]) = rig.scene_with(Config::new().capture_checks(true));
         let block = allocator.allocate(4096, &stream).unwrap();

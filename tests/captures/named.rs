@@ -61,7 +61,7 @@ fn uses_on_capturing_streams(rig: &Rig) {
 /// D11: whether a default stream suffers from a capture is asked in the stream's own context, whichever is the
 /// allocator's.
 #[test]
-fn d11_a_default_stream_is_asked_for_captures_in_its_own_context() {
+fn d11_a_default_stream_is_queried_in_its_own_context() {
     each_simulated(|rig, sim| {
         let raw = sim.create_context(0).unwrap();
         // SAFETY: it lives as long as the simulator.

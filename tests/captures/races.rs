@@ -64,7 +64,7 @@ fn d4_a_capture_that_begins_before_the_record_costs_that_marker() {
 
 /// D4: what a capture kept from its marker gets one with the next free, not with the next full batch.
 #[test]
-fn d4_a_batch_that_a_capture_kept_from_its_marker_gets_one_at_once() {
+fn d4_a_batch_without_marker_due_to_a_capture_gets_one_afterwards() {
     each_with_interludes(|rig, _| {
         let (allocator, _other, raw) = with_a_raw_stream(rig);
         let [large, little] = allocated(&allocator, &raw, [4 * MIB, 80 * KIB]);
@@ -96,7 +96,7 @@ fn captured_marker(rig: &Rig) -> (Allocator, Stream, RawStream) {
 
 /// D4: a marker that fell into a capture which came and went stands for nothing: whoever asks it goes on.
 #[test]
-fn d4_a_captured_marker_is_dropped_by_whoever_asks_it() {
+fn d4_a_captured_marker_is_dropped_when_it_is_queried() {
     each_with_interludes(|rig, _| {
         let asks: [fn(&Rig, &Allocator, &Stream); 3] = [
             |_, allocator, _| drop(allocator.trim(0).unwrap()),
@@ -189,7 +189,7 @@ fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
 
 /// D4: every answer that speaks of a capture, at every question about a marker.
 #[test]
-fn d4_answers_that_speak_of_a_capture_stick_to_nothing() {
+fn d4_answers_about_a_capture_are_not_cached() {
     each_simulated(|rig, sim| {
         use sys::CUresult as Code;
         for call in [
@@ -262,7 +262,7 @@ fn d4_a_request_ends_although_every_marker_is_invalid() {
 
 /// D4: a wait that may have become part of a graph is no order: what it opened is opened by the next one.
 #[test]
-fn d4_a_wait_that_meets_a_capture_is_no_order() {
+fn d4_a_wait_that_meets_a_capture_orders_nothing() {
     for refused in [true, false] {
         let Some(rig) = Rig::with_interludes(Policy::Packed) else {
             return;
@@ -293,7 +293,7 @@ fn d4_a_wait_that_meets_a_capture_is_no_order() {
 /// D4: a marker that turns out to stand for nothing at a wait does not fail the request of another
 /// stream, which waits for the next one.
 #[test]
-fn d4_a_wait_for_a_captured_marker_fails_nobody() {
+fn d4_a_wait_for_a_captured_marker_fails_no_request() {
     only_simulated(Policy::Packed, |rig, sim| {
         let used = InUse::new(rig);
         sim.fail(FailPlan::call("cuStreamWaitEvent", CUresult::CUDA_ERROR_CAPTURED_EVENT).unwrap());
@@ -309,7 +309,7 @@ fn d4_a_wait_for_a_captured_marker_fails_nobody() {
 
 /// D4: what comes after a marker that stands for nothing is asked all the same, in the same call.
 #[test]
-fn d4_markers_behind_a_captured_one_are_asked_at_once() {
+fn d4_markers_behind_a_captured_one_are_queried_in_the_same_call() {
     each_with_interludes(|rig, _| {
         let (allocator, _other, raw) = with_a_raw_stream(rig);
         let [large, little] = allocated(&allocator, &raw, [4 * MIB, 80 * KIB]);
@@ -328,7 +328,7 @@ fn d4_markers_behind_a_captured_one_are_asked_at_once() {
 
 /// D4: an event that was recorded in a capture is nothing that another stream may wait for: it would join.
 #[test]
-fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
+fn d4_a_capture_that_begins_at_an_exchange_of_streams_captures_no_others() {
     each_with_interludes(|rig, _| {
         let (allocator, [home, other]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();
@@ -344,7 +344,7 @@ fn d4_a_capture_that_begins_at_an_exchange_of_streams_draws_nobody_in() {
 
 /// D4: work that fell into a capture has not been done, and whoever asked for it is told.
 #[test]
-fn d4_work_that_falls_into_a_capture_is_told() {
+fn d4_work_that_falls_into_a_capture_is_reported() {
     each_with_interludes(|rig, _| {
         let (allocator, [home]) = rig.scene();
         let mut buffer = DeviceBuffer::<u32>::filled(&*allocator, 1 << 18, 3, &home).unwrap();

@@ -35,7 +35,7 @@ fn an_error_names_its_cause_once() {
 }
 
 #[test]
-fn one_is_no_plural_and_addresses_are_hexadecimal() {
+fn one_is_singular_and_addresses_are_hexadecimal() {
     let (what, bytes) = ("block", 512);
     let live = |count| Error::InUse { what, count, bytes }.to_string();
     assert_eq!(live(1), "still in use: 1 block of 512 B");

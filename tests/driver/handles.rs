@@ -167,7 +167,7 @@ fn borrowed_handles_are_never_destroyed() {
 
 /// R26: the per-thread default stream is another queue on each thread, by one handle value.
 #[test]
-fn r26_default_streams_are_told_apart() {
+fn r26_default_streams_are_distinguished() {
     let Some(driver) = driver() else { return };
     let (one, two) = (context(&driver), driver.context(1).unwrap());
     let legacy = Stream::legacy(&one);
@@ -185,7 +185,7 @@ fn r26_default_streams_are_told_apart() {
 
 /// R26: the same where the driver has no stream ids.
 #[test]
-fn r26_streams_are_told_apart_without_ids() {
+fn r26_streams_are_distinguished_without_ids() {
     let without_ids = Fake::without(|symbol| symbol.name() == "cuStreamGetId");
     let Some((_folder, path)) = library(without_ids) else {
         return;

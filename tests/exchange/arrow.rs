@@ -383,7 +383,7 @@ fn s5_51_s5_52_fields() {
 
 /// D10: an array does not say of what type its elements are; ours are not read past their end.
 #[test]
-fn d10_arrays_of_ours_come_back_with_no_more_bytes() {
+fn d10_reimported_arrays_have_no_more_bytes() {
     each(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();

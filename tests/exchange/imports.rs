@@ -111,7 +111,7 @@ fn s5_65_import_is_ordered_with_the_producer_stream() {
 /// S5.65: our own memory that came back on a thread's own default stream is lent on by another thread behind the work
 /// that the first one gave that stream, which the other thread cannot name.
 #[test]
-fn s5_65_work_of_another_threads_own_stream_comes_before_the_next_consumer() {
+fn s5_65_work_of_another_threads_stream_precedes_the_next_consumer() {
     each_simulated(|rig, sim| {
         let allocator = rig.allocator();
         let [home, next] = rig.streams();
@@ -156,7 +156,7 @@ fn nothing_under_a_lock(sim: &Simulator) {
 /// D4: memory that a stream used whose context was destroyed since goes back all the same: what was under way there
 /// ended with the context.
 #[test]
-fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
+fn d4_memory_lent_to_a_destroyed_context_is_returned() {
     let (sim, driver, allocator, home) = beside_others();
     for (returned, owned) in [(true, false), (false, false), (true, true), (false, true)] {
         let raw = sim.create_context(0).unwrap();
@@ -193,7 +193,7 @@ fn d4_memory_that_was_lent_to_a_context_which_is_gone_comes_back() {
 
 /// D4: the last that holds a stream of such a context is the allocator, which lets go of it without its lock.
 #[test]
-fn d4_streams_of_a_context_which_is_gone_end_behind_the_lock() {
+fn d4_streams_of_a_destroyed_context_end_without_the_lock() {
     let (sim, driver, allocator, home) = beside_others();
     let raw = sim.create_context(0).unwrap();
     // SAFETY: whoever asks finds out that it is gone.

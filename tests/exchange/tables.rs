@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// S5.45, S5.9: every kind of column gives pointer, bytes, stream, block and whether it is external.
 #[test]
-fn s5_45_s5_9_columns_say_what_they_are() {
+fn s5_45_s5_9_columns_describe_themselves() {
     each(|rig| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
@@ -523,7 +523,7 @@ fn s5_45_s5_9_columns_are_made_of_any_resource() {
 
 /// S5.47, S5.37: a launch on another stream comes between the column's own copies, by its block alone.
 #[test]
-fn s5_37_s5_47_recorders_know_columns_of_their_resource() {
+fn s5_37_s5_47_recorders_accept_columns_of_their_resource() {
     each(|rig| {
         let resource = shared(rig, AccessOrdered::new);
         let [a, b] = rig.streams();

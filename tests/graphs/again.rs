@@ -54,7 +54,7 @@ fn a_stream_that_was_set_back_is_behind_nothing_that_came_later() {
 
 /// A stream of which the allocator was not told joins: who joins later is behind all that came before.
 #[test]
-fn a_stream_that_nobody_knows_does_not_hide_what_it_joined() {
+fn an_unknown_stream_does_not_hide_the_streams_it_joined() {
     captured(true, |rig, allocator, [main, side, third]| {
         let base = used(rig, allocator, 512, main); // k0
         let b2 = used(rig, allocator, 512, main); // k1
@@ -112,7 +112,7 @@ fn a_capture_that_another_threads_scope_gets_goes_to_its_pool() {
 
 /// A filter enters another scope while it is asked.
 #[test]
-fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
+fn a_scope_entered_while_a_filter_ran_counts() {
     pooled(|_, allocator, one, [main]| {
         let two = allocator.graph_pool().unwrap();
         let under_way = Capturing::begin(&main, MODE);
@@ -140,7 +140,7 @@ fn a_scope_that_was_entered_while_a_filter_was_asked_counts() {
 
 /// A scope of a thread is for that thread alone, also where another one named the stream in between.
 #[test]
-fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
+fn the_route_of_a_request_is_remembered_for_its_thread() {
     pooled(|rig, allocator, one, [main]| {
         let two = allocator.graph_pool().unwrap();
         let (go, wait) = std::sync::mpsc::channel::<Block>();
@@ -171,7 +171,7 @@ fn where_a_request_goes_is_remembered_for_the_thread_that_asked() {
 
 /// What was freed last is no best fit where free memory lies beside it.
 #[test]
-fn what_was_freed_last_is_not_cut_from_a_longer_run() {
+fn the_last_freed_block_is_not_cut_from_a_longer_run() {
     packed(|rig| {
         for views in [false, true] {
             let allocator = rig.checked_with(Config::new().views(views));

@@ -66,7 +66,7 @@ fn a_capture_that_only_frees_or_records_has_a_lease() {
 }
 
 #[test]
-fn what_a_stream_did_before_it_captured_is_waited_for() {
+fn work_before_a_capture_is_waited_for() {
     pooled(|rig, allocator, pool, [stream, other]| {
         let _scope = pool.enter(Scope::Thread).unwrap();
         let block = allocator.allocate(4 * MIB, &stream).unwrap();
@@ -116,7 +116,7 @@ fn a_per_thread_default_stream_is_not_marked_from_another_thread() {
 }
 
 #[test]
-fn a_graph_that_another_thread_builds_is_not_asked() {
+fn a_graph_that_another_thread_builds_is_not_queried() {
     pooled(|rig, allocator, pool, [stream]| {
         let graph = capture(&pool, &stream, || {
             let block = used(rig, &allocator, 2 * MIB, &stream);
@@ -179,7 +179,7 @@ fn a_checkpoint_is_not_restored_over_blocks_in_use() {
 }
 
 #[test]
-fn a_filter_that_owns_a_block_goes_without_a_lock() {
+fn a_filter_that_owns_a_block_is_dropped_without_a_lock() {
     pooled(|_rig, allocator, pool, [stream]| {
         let block = allocator.allocate(3 * MIB, &stream).unwrap();
         let filter = move |_| block.size() == 0;

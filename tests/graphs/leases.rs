@@ -106,7 +106,7 @@ fn a_close_looks_again_while_graphs_end() {
 
 /// The same for unused memory, where nobody captures with the pool any more.
 #[test]
-fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
+fn memory_of_a_released_pool_is_released_with_its_last_graph() {
     packed(|rig| {
         let allocator = rig.checked();
         let goes_at_once = || {
@@ -132,7 +132,7 @@ fn memory_of_a_pool_that_was_released_goes_with_its_last_graph() {
 }
 
 #[test]
-fn nobody_has_to_release_a_pool() {
+fn a_pool_need_not_be_released() {
     pooled(|rig, allocator, pool, [stream]| {
         let graph = graph_of((rig, &allocator), &pool, 6 * MIB, &stream);
         assert_eq!(footprint(&allocator, &pool).leases, 1);
@@ -174,7 +174,7 @@ fn a_block_keeps_the_memory_of_a_pool_that_was_released() {
 }
 
 #[test]
-fn an_allocator_without_handles_goes_with_the_last_graph() {
+fn an_allocator_without_handles_ends_with_the_last_graph() {
     packed(|rig| {
         let allocator = rig.allocator();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());
@@ -278,7 +278,7 @@ fn a_stream_that_used_a_block_of_a_pool_may_be_retired() {
 /// A stream of another context that used blocks of a pool, which are live, or were used by it until now, or freed: the
 /// context may be destroyed once the stream is retired, and what waited for the stream waits for its work alone.
 #[test]
-fn a_context_may_go_once_its_stream_that_used_a_pool_is_retired() {
+fn a_context_may_be_destroyed_once_its_stream_that_used_a_pool_is_retired() {
     packed(|rig| {
         let Some(sim) = rig.maybe_sim() else { return };
         let allocator = rig.checked();

@@ -27,8 +27,8 @@ mod common;
 // Other programs use more of it.
 mod again;
 #[allow(dead_code)]
-#[path = "../judge/court/mod.rs"]
-mod court;
+#[path = "../judge/checker/mod.rs"]
+mod checker;
 mod idle;
 mod judged;
 mod kept;

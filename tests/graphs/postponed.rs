@@ -211,7 +211,7 @@ fn a_stream_of_this_crate_is_kept_by_a_use_on_its_handle() {
 
 /// Where streams go without being retired, another one may have the handle by the time that a call names it.
 #[test]
-fn a_use_on_a_stream_that_is_gone_waits_for_the_context() {
+fn a_use_on_a_destroyed_stream_waits_for_the_context() {
     packed(|rig| {
         if rig.sim().is_none() {
             return;

@@ -116,7 +116,7 @@ fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
 
 /// The same for what frees, questions and the way back to the driver call.
 #[test]
-fn what_fails_outside_of_captures_is_tried_again() {
+fn failed_frees_outside_captures_are_repeated() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let code = sys::CUresult::CUDA_ERROR_INVALID_VALUE;
@@ -222,7 +222,7 @@ fn with_512_mib_of_addresses(test: impl Fn(&Rig)) {
 }
 
 #[test]
-fn a_pool_that_lacks_addresses_says_so() {
+fn a_pool_without_addresses_reports_that() {
     with_512_mib_of_addresses(|rig| {
         let allocator = rig.checked();
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());

@@ -4,7 +4,7 @@ use super::support::*;
 
 /// G2: layers on one stream, each with memory of its own while it runs, and none beside it.
 #[test]
-fn a_chain_of_layers_holds_what_is_live_at_once() {
+fn a_chain_of_layers_holds_the_blocks_that_are_live_together() {
     pooled(|rig, allocator, pool, [stream]| {
         // Each layer reads the one before it, so two live at once; sizes that do not fit into each other.
         let sizes: Vec<usize> = (0..40)
@@ -181,7 +181,7 @@ fn memory_is_not_given_to_a_capture_while_work_outside_reads_it() {
 
 /// G13: the layout of any earlier time can be had again.
 #[test]
-fn a_pool_comes_back_to_any_checkpoint_in_any_order() {
+fn a_pool_can_be_restored_to_any_checkpoint_in_any_order() {
     pooled(|rig, allocator, pool, [stream]| {
         let (mut graphs, mut points, mut live) = (Vec::new(), Vec::new(), Vec::<Block>::new());
         for turn in 0..50usize {

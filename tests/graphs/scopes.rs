@@ -4,7 +4,7 @@ use super::support::*;
 use cualloc::allocator::PoolScope;
 
 #[test]
-fn without_a_scope_a_capture_is_refused_as_ever() {
+fn without_a_scope_a_capture_is_refused() {
     pooled(|_rig, allocator, pool, [stream]| {
         let under_way = Capturing::begin(&stream, MODE);
         for bytes in [512, MIB] {
@@ -206,7 +206,7 @@ fn eager(allocator: &Allocator, streams: &[Stream; 8]) -> (Vec<(usize, u64)>, u6
 /// G7 without clocks: what others do meanwhile is what they would do alone, call for call, whatever the mode of the
 /// capture.
 #[test]
-fn others_go_on_as_if_nobody_captured() {
+fn other_streams_are_unaffected_by_a_capture() {
     use cualloc::driver::sys::CUstreamCaptureMode as Mode;
     packed(|rig| {
         let config = || Config::new().capture_checks(true);
@@ -246,7 +246,7 @@ fn others_go_on_as_if_nobody_captured() {
 }
 
 #[test]
-fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
+fn a_filter_is_called_without_a_lock_and_only_for_streams() {
     pooled(|_rig, allocator, pool, [stream]| {
         let asked = Arc::new(AtomicU64::new(0));
         let (seen, inner) = (Arc::clone(&asked), allocator.clone());
@@ -262,7 +262,7 @@ fn a_filter_is_asked_without_a_lock_and_for_streams_alone() {
 }
 
 #[test]
-fn a_filter_is_asked_once_by_each_form_of_a_request() {
+fn a_filter_is_called_once_by_each_form_of_a_request() {
     pooled(|_rig, allocator, pool, [stream, adopted]| {
         allocator.raw_adopt(adopted.raw()).unwrap();
         let asked = Arc::new(AtomicU64::new(0));

@@ -107,7 +107,7 @@ fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
 
 /// A plan sets memory aside that still waits for work; meanwhile others look at what waits, and the plan fails.
 #[test]
-fn memory_that_a_failed_plan_had_waits_for_what_it_waited_for() {
+fn memory_of_a_failed_plan_keeps_its_uses() {
     with_interludes(|rig, sim, allocator, pool, [stream, other]| {
         let _scope = pool.enter(Scope::Thread).unwrap();
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
@@ -246,7 +246,7 @@ fn a_block_that_comes_back_forgets_streams_that_were_retired() {
 
 /// Where the driver has no ids of streams, a new one may have the handle of one that was retired.
 #[test]
-fn a_handle_that_comes_again_is_another_stream() {
+fn a_reused_handle_is_another_stream() {
     let without_ids = |functions| sys::CuFunctions {
         cuStreamGetId: None,
         ..functions
@@ -320,7 +320,7 @@ fn uses_that_were_recorded_as_over_keep_one_event_a_stream() {
 
 /// A capture by a raw handle that nobody names again is over when the stream is retired.
 #[test]
-fn a_stream_that_is_retired_ends_what_is_known_of_its_capture() {
+fn retiring_a_stream_ends_the_knowledge_of_its_capture() {
     pooled(|rig, allocator, pool, [stream]| {
         let raw = RawStream::new(rig);
         let (one, block) =
@@ -396,7 +396,7 @@ fn a_use_that_is_recorded_meanwhile_counts() {
 /// A raw stream that used blocks of a pool is destroyed without a word, and they are freed afterwards: nobody asks it,
 /// and the memory waits until everything was waited for.
 #[test]
-fn blocks_are_freed_after_their_stream_is_gone() {
+fn blocks_are_freed_after_their_stream_was_destroyed() {
     packed(|rig| {
         let allocator = rig.checked_with(Config::new().unretired_streams(true));
         let (pool, other) = (allocator.graph_pool().unwrap(), rig.stream());
@@ -455,7 +455,7 @@ fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
 /// What is freed while its stream captures is everybody's again as soon as that capture's graph is gone, whichever
 /// other graphs of the pool live.
 #[test]
-fn memory_that_is_freed_in_captures_comes_back_with_their_graphs() {
+fn memory_freed_in_captures_is_available_when_their_graphs_end() {
     pooled(|rig, allocator, pool, [stream]| {
         let _old = graph_of((rig, &allocator), &pool, 2 * MIB, &stream);
         let _scope = pool.enter(Scope::Thread).unwrap();

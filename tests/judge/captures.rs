@@ -9,7 +9,7 @@ use cualloc::sim::Report;
 
 use super::program::nth;
 use super::rng::Rng;
-use super::table::{Court, court, inside, nothing_inside, own};
+use super::table::{Checker, checker, inside, nothing_inside, own};
 use super::world::{Done, Held, Kind, Lane, Who, World};
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -21,15 +21,15 @@ pub struct Helper {
 }
 
 impl Helper {
-    pub fn new(court: &Arc<Court>) -> Helper {
+    pub fn new(checker: &Arc<Checker>) -> Helper {
         let (jobs, next) = channel::<Job>();
-        let court = Arc::clone(court);
+        let checker = Arc::clone(checker);
         let thread = std::thread::spawn(move || {
-            court.enter();
+            checker.enter();
             for job in next {
                 job();
             }
-            Court::leave();
+            Checker::leave();
         });
         Helper {
             jobs: Some(jobs),
@@ -96,8 +96,8 @@ fn end(raw: usize) -> CUresult {
 
 impl World {
     fn helper(&mut self) -> &Helper {
-        let court = &self.court;
-        self.helper.get_or_insert_with(|| Helper::new(court))
+        let checker = &self.checker;
+        self.helper.get_or_insert_with(|| Helper::new(checker))
     }
 
     /// What the other thread has to say.
@@ -292,7 +292,7 @@ impl World {
             if let Some(held) = next
                 && let Kind::Block(block) = held.kind
             {
-                court().law().freed(held.ptr);
+                checker().tracker().freed(held.ptr);
                 drop(block);
             }
             let bytes = super::program::size(b, c, 16 << 20);
@@ -301,7 +301,7 @@ impl World {
                 && let Ok(block) = allocator.allocate(bytes, &stream)
             {
                 let (ptr, bytes) = (block.ptr(), bytes as u64);
-                court().law().handed_out(ptr, bytes, number);
+                checker().tracker().handed_out(ptr, bytes, number);
                 stash.lock().unwrap().push(Held {
                     slot,
                     orphan: false,

@@ -8,7 +8,7 @@ use cualloc::sim::{Mode, Simulator};
 
 use super::rng::Rng;
 use super::run::given_up;
-use super::table::{Court, nothing_inside};
+use super::table::{Checker, nothing_inside};
 use super::world::{Done, Kind, World};
 
 impl World {
@@ -19,7 +19,7 @@ impl World {
         while self.lanes.iter().any(|l| l.capturing.is_some()) {
             self.end_capture(0)?;
         }
-        self.court.fail(None);
+        self.checker.fail(None);
         self.current = None;
         self.become_current(self.slots[0].place);
         self.sim.complete_all();
@@ -85,7 +85,7 @@ impl World {
         while !self.guards.is_empty() {
             self.unguard(0);
         }
-        self.court.law().take_verdict().map_or(Ok(()), Err)
+        self.checker.tracker().take_violation().map_or(Ok(()), Err)
     }
 
     /// Once all work is done and the raw streams are marked, nothing waits for anything.
@@ -159,7 +159,7 @@ impl World {
         if all.reserved.current > 0 || all.allocations.current > 0 {
             return Err(format!("closed, and holds memory: {all:?}"));
         }
-        self.court.law().take_verdict().map_or(Ok(()), Err)
+        self.checker.tracker().take_violation().map_or(Ok(()), Err)
     }
 
     fn let_go(mut self) -> Done {
@@ -187,10 +187,10 @@ impl World {
             let next = unsafe { Context::from_raw(&self.driver, place.raw as CUcontext) };
             drop(next.map_err(|e| format!("a context at the end: {e}"))?);
         }
-        let verdict = self.court.law().take_verdict();
+        let violation = self.checker.tracker().take_violation();
         self.sim.set_mode(Mode::Instant);
-        after(&self.sim, &self.court)?;
-        verdict.map_or(Ok(()), Err)
+        after(&self.sim, &self.checker)?;
+        violation.map_or(Ok(()), Err)
     }
 }
 
@@ -199,8 +199,8 @@ fn is_invalid_handle(error: DriverError) -> bool {
 }
 
 /// What is left when everything was given back.
-pub fn after(sim: &Simulator, court: &Court) -> Done {
-    let leaks = court.unexplained(sim.leaks());
+pub fn after(sim: &Simulator, checker: &Checker) -> Done {
+    let leaks = checker.unexplained(sim.leaks());
     if given_up() == 0 && !leaks.is_empty() {
         return Err(format!("left after all was given back: {leaks:?}"));
     }

@@ -23,7 +23,7 @@ use super::end::after;
 use super::program::Setup;
 use super::rng::Rng;
 use super::run::Sums;
-use super::table::{self, Court, own};
+use super::table::{self, Checker, own};
 use super::world::Done;
 
 const STREAMS: usize = 5;
@@ -71,7 +71,7 @@ struct Made {
 
 struct Scene<'a> {
     sim: &'a Simulator,
-    court: &'a Arc<Court>,
+    checker: &'a Arc<Checker>,
     context: &'a Context,
     allocator: &'a Allocator,
     /// Writes words.
@@ -105,8 +105,8 @@ pub fn attempt(setup: &Setup, steps: usize, sums: &Sums) -> Done {
         ..SimConfig::with_devices(1, 4 << 30)
     };
     let sim = Simulator::new(config).map_err(text)?;
-    let court = Court::new(sim.functions(), setup.seed);
-    court.enter();
+    let checker = Checker::new(sim.functions(), setup.seed);
+    checker.enter();
     let limit = rng.chance(40).then(|| (60 + rng.below(200)) << 20);
     let wish = Config::new().policy(setup.policy).limit(limit);
     // SAFETY: the simulator's functions, behind ones of the same types.
@@ -121,7 +121,7 @@ pub fn attempt(setup: &Setup, steps: usize, sums: &Sums) -> Done {
     let fill = module.function(c"cualloc_fill").map_err(text)?;
     let mut scene = Scene {
         sim: &sim,
-        court: &court,
+        checker: &checker,
         context: &context,
         allocator: &allocator,
         fill: &fill,
@@ -138,7 +138,7 @@ pub fn attempt(setup: &Setup, steps: usize, sums: &Sums) -> Done {
     for _ in 0..1 + scene.rng.below(3) {
         scene.add_group()?;
     }
-    court.fail(setup.fault);
+    checker.fail(setup.fault);
     let mut played = Ok(());
     for _ in 0..steps {
         played = scene.step();
@@ -150,13 +150,13 @@ pub fn attempt(setup: &Setup, steps: usize, sums: &Sums) -> Done {
     let ended = played.and_then(|()| scene.end(known));
     drop(scene);
     drop((fill, module));
-    sums.add(&court);
+    sums.add(&checker);
     ended?;
     drop(allocator);
     drop(context);
-    court.law().take_verdict().map_or(Ok(()), Err)?;
+    checker.tracker().take_violation().map_or(Ok(()), Err)?;
     sim.set_mode(Mode::Instant);
-    after(&sim, &court)
+    after(&sim, &checker)
 }
 
 impl Scene<'_> {
@@ -185,7 +185,7 @@ impl Scene<'_> {
         if let Some(report) = self.sim.take_reports().first() {
             return Err(format!("the simulator reports: {report}"));
         }
-        self.court.law().take_verdict().map_or(Ok(()), Err)
+        self.checker.tracker().take_violation().map_or(Ok(()), Err)
     }
 
     /// What is not always possible.
@@ -204,7 +204,7 @@ impl Scene<'_> {
 
     /// Only what was made to fail, or memory that is short, is a reason.
     fn refused(&self, what: &str, error: &Error) -> Done {
-        match self.court.is_failing() || error.is_out_of_memory() {
+        match self.checker.is_failing() || error.is_out_of_memory() {
             true => Ok(()),
             false => Err(format!("{what}: {error:?}")),
         }
@@ -233,7 +233,7 @@ impl Scene<'_> {
     }
 
     fn number(&self, stream: usize) -> usize {
-        self.court.law().number(self.streams[stream].raw())
+        self.checker.tracker().number(self.streams[stream].raw())
     }
 
     /// A new event of the program's.
@@ -445,7 +445,7 @@ impl Scene<'_> {
             Err(error) => return self.refused("a graph could not be retained", &error),
         }
         let number = self.groups[group].number;
-        self.court.law().retained(graph.raw(), number);
+        self.checker.tracker().retained(graph.raw(), number);
         let added = ours(|| -> Result<GraphExec, _> {
             // SAFETY: the graph is alive, and this thread's; the block is the program's.
             let first = unsafe { graph.add_memset(&[], at, 3, bytes) }?;
@@ -467,7 +467,7 @@ impl Scene<'_> {
         while !self.captures.is_empty() {
             self.end_capture()?;
         }
-        self.court.fail(None);
+        self.checker.fail(None);
         for group in 0..self.groups.len() {
             self.resume(group)?;
         }
@@ -475,7 +475,7 @@ impl Scene<'_> {
             self.free(held);
         }
         for block in known {
-            self.court.law().freed(block.ptr());
+            self.checker.tracker().freed(block.ptr());
             drop(block);
         }
         self.made.clear();

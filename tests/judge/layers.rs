@@ -286,7 +286,7 @@ impl World {
         let Kind::Layered(layered) = held.kind else {
             return Ok(());
         };
-        let block = self.court.law().freed(held.ptr);
+        let block = self.checker.tracker().freed(held.ptr);
         match layered {
             Layered::Pooled(buffer) if rng.chance(40) => {
                 let lane = self.any_lane(held.slot, rng.next() as u32);
@@ -304,7 +304,7 @@ impl World {
                     if self.calm() {
                         return Err(format!("a deallocation was refused: {refused:?}"));
                     }
-                    self.court.law().live_again(held.ptr, block);
+                    self.checker.tracker().live_again(held.ptr, block);
                     let kind = Kind::Layered(Layered::Resource(*refused.value, ordered));
                     self.held.push(super::world::Held { kind, ..held });
                 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cualloc::allocator::Allocator;
 
-use super::table::court;
+use super::table::checker;
 use super::world::{Done, Held, Kind, Lane, Slot, World};
 
 impl World {
@@ -30,7 +30,7 @@ impl World {
                     let Some(held) = next else { break };
                     freed += held.bytes;
                     let Kind::Block(block) = held.kind else { break };
-                    court().law().freed(held.ptr);
+                    checker().tracker().freed(held.ptr);
                     drop(block);
                     if a.is_multiple_of(3) {
                         break;

@@ -17,7 +17,7 @@
 //! - suspended memory that is used, or that returns at another address;
 //! - a report of the simulator, a failing `check()`, a panic, an error without a cause, and anything held after `close`.
 //!
-//! `complaints.rs` has a log for each of these, beside the log that is right. A failing program is shrunk and printed;
+//! `violations.rs` has a log for each of these, beside the log that is right. A failing program is shrunk and printed;
 //! programs with threads or graphs are printed by number. Longer runs:
 //!
 //! ```text
@@ -38,10 +38,10 @@
 mod captures;
 #[path = "../common/mod.rs"]
 mod common;
-mod complaints;
+mod violations;
 // Other programs use more of it.
 #[allow(dead_code)]
-mod court;
+mod checker;
 mod end;
 mod graphs;
 mod layers;
@@ -53,5 +53,5 @@ mod run;
 mod threads;
 mod world;
 
+use checker::{table, tracker};
 use common::rng;
-use court::{law, table};

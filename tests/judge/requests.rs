@@ -5,10 +5,10 @@ use cualloc::allocator::{Policy, Request};
 use cualloc::driver::sys::*;
 use cualloc::error::StreamMisuse;
 
-use super::law;
 use super::program::{Act, Step, size, tight_size};
 use super::rng::Rng;
 use super::table::requesting;
+use super::tracker;
 use super::world::{Done, Held, Kind, MEMORY, Slot, World};
 
 const ALIGNMENTS: &[usize] = &[
@@ -230,7 +230,7 @@ impl World {
     }
 
     /// What the judge of waits is told of a request.
-    fn judged(&self, slot: usize, bytes: usize, alignment: usize) -> law::Request {
+    fn judged(&self, slot: usize, bytes: usize, alignment: usize) -> tracker::Request {
         const GRANULE: u64 = 2 << 20;
         let Slot {
             allocator, place, ..
@@ -245,7 +245,7 @@ impl World {
             // A segment of the classic policy serves several requests.
             _ => 20 << 20,
         };
-        law::Request {
+        tracker::Request {
             waits: self.setup.waits,
             bytes: bytes as u64,
             needed: (span.next_multiple_of(GRANULE) + GRANULE).max(least),
@@ -265,16 +265,16 @@ impl World {
     pub fn handed_out(&mut self, slot: usize, lane: usize, at: (u64, u64), kind: Kind) -> Done {
         let number = self.number(slot, lane);
         let (ptr, bytes) = at;
-        let mut law = self.court.law();
-        law.handed_out(ptr, bytes, number);
-        let verdict = law.take_verdict();
-        drop(law);
+        let mut tracker = self.checker.tracker();
+        tracker.handed_out(ptr, bytes, number);
+        let violation = tracker.take_violation();
+        drop(tracker);
         if self.setup.tight && self.usable(lane) {
             // What is freed is in use, as a rule.
             self.work_on(lane, ptr, bytes, bytes);
         }
         self.hold(slot, lane, at, kind);
-        verdict.map_or(Ok(()), Err)
+        violation.map_or(Ok(()), Err)
     }
 
     /// The program has memory.
@@ -314,7 +314,7 @@ impl World {
         if !held.orphan {
             self.before_call(slot, held.home);
         }
-        let block = self.court.law().freed(ptr);
+        let block = self.checker.tracker().freed(ptr);
         let Held { kind, .. } = held;
         let (kind, result) = match kind {
             Kind::Block(block) if held.orphan || rng.chance(60) => {
@@ -341,7 +341,7 @@ impl World {
             Kind::Layered(layered) => (Kind::Layered(layered), Ok(())),
         };
         let Err(error) = result else { return Ok(()) };
-        self.court.law().live_again(ptr, block);
+        self.checker.tracker().live_again(ptr, block);
         self.held.push(Held { kind, ..held });
         match self.calm() {
             true => Err(format!("a free was refused: {error:?}")),
@@ -402,7 +402,7 @@ impl World {
         let allocator = &self.slots[held.slot].allocator;
         match allocator.guard(ptr, bytes) {
             Ok(guard) => {
-                self.court.law().guarded(ptr, bytes);
+                self.checker.tracker().guarded(ptr, bytes);
                 self.guards.push((held.slot, bytes, guard));
                 Ok(())
             }
@@ -412,7 +412,7 @@ impl World {
 
     pub fn unguard(&mut self, at: usize) {
         let (_, bytes, guard) = self.guards.swap_remove(at);
-        self.court.law().unguarded(guard.ptr(), bytes);
+        self.checker.tracker().unguarded(guard.ptr(), bytes);
         drop(guard);
     }
 

@@ -13,7 +13,7 @@ use super::common::shrink::{Failure, guarded, shrink};
 use super::graphs;
 use super::profiles::PROFILES;
 use super::program::{Profile, Setup, Step, generate};
-use super::table::Court;
+use super::table::Checker;
 use super::threads;
 use super::world::{Done, World};
 
@@ -80,14 +80,14 @@ pub struct Sums {
 
 impl Sums {
     /// What one program's judge has counted.
-    pub fn add(&self, court: &Court) {
+    pub fn add(&self, checker: &Checker) {
         let add = |sum: &AtomicU64, of: &AtomicU64| {
             sum.fetch_add(of.load(Ordering::Relaxed), Ordering::Relaxed);
         };
-        add(&self.calls, &court.calls);
-        add(&self.failed, &court.failed);
+        add(&self.calls, &checker.calls);
+        add(&self.failed, &checker.failed);
         self.allocations
-            .fetch_add(court.law().blocks, Ordering::Relaxed);
+            .fetch_add(checker.tracker().blocks, Ordering::Relaxed);
     }
 }
 
@@ -96,8 +96,8 @@ fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
     GIVEN_UP.set(0);
     let result = guarded(|| {
         let mut world = World::new(setup)?;
-        world.court.fail(setup.fault);
-        let court = world.court.clone();
+        world.checker.fail(setup.fault);
+        let checker = world.checker.clone();
         let mut run = || -> Done {
             for step in steps {
                 world.step(*step)?;
@@ -108,7 +108,7 @@ fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
         let stepped = run();
         let ended = stepped.and_then(|()| world.end());
         sums.steps.fetch_add(at as u64, Ordering::Relaxed);
-        sums.add(&court);
+        sums.add(&checker);
         ended
     });
     leave(&result);
@@ -119,8 +119,8 @@ fn attempt(setup: &Setup, steps: &[Step], sums: &Sums) -> Result<(), Failure> {
 /// by the next allocator that is made: before the next program, and while its calls still have this judge.
 fn leave(result: &Done) {
     if result.is_err() {
-        let court = super::table::court();
-        court.fail(None);
+        let checker = super::table::checker();
+        checker.fail(None);
         let made = || -> Result<(), Box<dyn std::error::Error>> {
             let sim = Simulator::new(SimConfig::default())?;
             let driver = sim.driver()?;
@@ -130,7 +130,7 @@ fn leave(result: &Done) {
         };
         let _ = made();
     }
-    Court::leave();
+    Checker::leave();
 }
 
 /// Runs one program; what it says if it fails.

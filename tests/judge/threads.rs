@@ -14,7 +14,7 @@ use cualloc::{DeviceBuffer, Error, Policy};
 use super::end::after;
 use super::program::{Setup, size};
 use super::rng::Rng;
-use super::table::{self, Court, own};
+use super::table::{self, Checker, own};
 use super::world::Done;
 
 /// A block on its way to another thread, which may use it after the event.
@@ -52,7 +52,7 @@ struct Scene<'a> {
     sim: &'a Simulator,
     allocator: &'a Allocator,
     context: &'a Context,
-    court: &'a std::sync::Arc<Court>,
+    checker: &'a std::sync::Arc<Checker>,
     market: &'a Mutex<Vec<Item>>,
     commons: &'a [Stream],
     stop: &'a AtomicBool,
@@ -98,9 +98,9 @@ pub fn attempt(
         false => Mode::Lag(1 + rng.below(20)),
     };
     let sim = Simulator::new(config).map_err(|e| e.to_string())?;
-    let court = Court::new(sim.functions(), setup.seed);
-    court.law().frees_may_wait = setup.frees_may_wait;
-    court.enter();
+    let checker = Checker::new(sim.functions(), setup.seed);
+    checker.tracker().frees_may_wait = setup.frees_may_wait;
+    checker.enter();
     let limit = rng.chance(60).then(|| (12 + rng.below(60)) << 20);
     let mut wish = Config::new()
         .policy(setup.policy)
@@ -130,7 +130,7 @@ pub fn attempt(
             "cuMemCreate",
             "cuStreamSynchronize",
         ]);
-        court.fail(Some(table::Fault {
+        checker.fail(Some(table::Fault {
             name,
             permille: rng.pick(&[20, 100, 300]),
             code: CUresult::CUDA_ERROR_OUT_OF_MEMORY,
@@ -141,7 +141,7 @@ pub fn attempt(
         sim: &sim,
         allocator: &allocator,
         context: &context,
-        court: &court,
+        checker: &checker,
         market: &market,
         commons: &commons,
         stop: &stop,
@@ -156,12 +156,12 @@ pub fn attempt(
             let scene = &scene;
             let seed = setup.seed ^ (n as u64) << 48;
             scope.spawn(move || {
-                scene.court.enter();
+                scene.checker.enter();
                 let end = scene.play(Rng::new(seed), steps);
                 if end.is_err() {
                     scene.stop.store(true, Ordering::Relaxed);
                 }
-                Court::leave();
+                Checker::leave();
                 end
             })
         };
@@ -173,8 +173,8 @@ pub fn attempt(
         };
         all.into_iter().map(end).collect()
     });
-    court.fail(None);
-    calls.fetch_add(court.calls.load(Ordering::Relaxed), Ordering::Relaxed);
+    checker.fail(None);
+    calls.fetch_add(checker.calls.load(Ordering::Relaxed), Ordering::Relaxed);
     for end in ends {
         end?;
     }
@@ -193,8 +193,8 @@ pub fn attempt(
     scene.said("close", allocator.close())?;
     drop(allocator);
     drop((commons, context));
-    court.law().take_verdict().map_or(Ok(()), Err)?;
-    after(&sim, &court)
+    checker.tracker().take_violation().map_or(Ok(()), Err)?;
+    after(&sim, &checker)
 }
 
 /// Which policy a program of threads has, for what is printed.
@@ -234,7 +234,7 @@ impl Scene<'_> {
     }
 
     fn free(&self, block: Block) {
-        self.court.law().freed(block.ptr());
+        self.checker.tracker().freed(block.ptr());
         drop(block);
     }
 
@@ -248,17 +248,17 @@ impl Scene<'_> {
         let _ = own(|f| unsafe { f.cuMemsetD8Async.unwrap()(ptr, 5, bytes, stream) });
     }
 
-    fn verdict(&self) -> Done {
+    fn violation(&self) -> Done {
         if self.stop.load(Ordering::Relaxed) {
             return Ok(());
         }
-        self.court.law().take_verdict().map_or(Ok(()), Err)
+        self.checker.tracker().take_violation().map_or(Ok(()), Err)
     }
 
     fn told(&self, ptr: u64, bytes: usize, stream: CUstream) {
-        let mut law = self.court.law();
-        let number = law.number(stream);
-        law.handed_out(ptr, bytes as u64, number);
+        let mut tracker = self.checker.tracker();
+        let number = tracker.number(stream);
+        tracker.handed_out(ptr, bytes as u64, number);
     }
 
     fn lane(&self, rng: &mut Rng) -> Lane {
@@ -335,7 +335,7 @@ impl Scene<'_> {
                     self.layer(bytes, &mut rng)?;
                 }
             }
-            self.verdict()?;
+            self.violation()?;
         }
         for own in mine {
             self.free(own.block);
@@ -346,7 +346,7 @@ impl Scene<'_> {
         for lane in &mut lanes {
             self.quit(lane)?;
         }
-        self.verdict()
+        self.violation()
     }
 
     /// Calls that concern the whole heap.
@@ -518,14 +518,14 @@ impl Scene<'_> {
                 let ptr = buffer.as_device_ptr();
                 self.told(ptr, bytes, stream.raw());
                 let _ = buffer.fill(7, &self.commons[rng.index(2)]);
-                self.court.law().freed(ptr);
+                self.checker.tracker().freed(ptr);
                 drop(buffer);
             }
         } else if let Ok(column) = Tensor::zeroed(self.allocator, DType::F32, &[bytes / 4], stream)
         {
             let ptr = column.ptr();
             self.told(ptr, bytes, stream.raw());
-            self.court.law().freed(ptr);
+            self.checker.tracker().freed(ptr);
             drop(column);
         }
         Ok(())

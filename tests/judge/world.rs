@@ -17,7 +17,7 @@ use super::captures::Helper;
 use super::layers::{Layered, Layers};
 use super::program::{Act, Setup, Step};
 use super::rng::Rng;
-use super::table::{self, Court, own};
+use super::table::{self, Checker, own};
 
 /// A stream of the program.
 pub struct Lane {
@@ -93,7 +93,7 @@ pub struct World {
     pub setup: Setup,
     pub sim: Simulator,
     pub driver: Driver,
-    pub court: Arc<Court>,
+    pub checker: Arc<Checker>,
     pub places: Vec<Place>,
     pub slots: Vec<Slot>,
     pub lanes: Vec<Lane>,
@@ -110,7 +110,7 @@ pub struct World {
     /// An allocator lost its last handle: the new one in its place does not know the streams of its blocks.
     pub abandoned: bool,
     pub current: Option<usize>,
-    pub verdict: Cell<Option<String>>,
+    pub violation: Cell<Option<String>>,
 }
 
 /// Bytes of memory of each device.
@@ -131,9 +131,9 @@ impl World {
             ..SimConfig::default()
         };
         let sim = Simulator::new(config).map_err(|e| e.to_string())?;
-        let court = Court::new(sim.functions(), setup.seed);
-        court.law().frees_may_wait = setup.frees_may_wait;
-        court.enter();
+        let checker = Checker::new(sim.functions(), setup.seed);
+        checker.tracker().frees_may_wait = setup.frees_may_wait;
+        checker.enter();
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(table::install(sim.functions())) }
             .map_err(|e| e.to_string())?;
@@ -141,7 +141,7 @@ impl World {
             setup: setup.clone(),
             sim,
             driver,
-            court,
+            checker,
             places: Vec::new(),
             slots: Vec::new(),
             lanes: Vec::new(),
@@ -154,7 +154,7 @@ impl World {
             fresh: Vec::new(),
             abandoned: false,
             current: None,
-            verdict: Cell::new(None),
+            violation: Cell::new(None),
         };
         world.furnish().map_err(|e| format!("at the start: {e}"))?;
         Ok(world)
@@ -265,7 +265,7 @@ impl World {
 
     /// Nothing was made to fail, and nothing captures: no call has a reason to fail.
     pub fn calm(&self) -> bool {
-        !self.court.is_failing() && !self.captured
+        !self.checker.is_failing() && !self.captured
     }
 
     // ---- own calls -------------------------------------------------------------------------
@@ -380,10 +380,10 @@ impl World {
     /// The judge's number of a stream.
     pub fn number(&self, slot: usize, lane: usize) -> usize {
         let it = &self.lanes[lane];
-        let mut law = self.court.law();
+        let mut tracker = self.checker.tracker();
         match it.special {
-            true => law.default_of(self.places[self.slots[slot].place].raw, it.raw == 2),
-            false => law.number(it.raw as CUstream),
+            true => tracker.default_of(self.places[self.slots[slot].place].raw, it.raw == 2),
+            false => tracker.number(it.raw as CUstream),
         }
     }
 
@@ -420,9 +420,9 @@ impl World {
         }
         self.spares_captures()?;
         match self
-            .verdict
+            .violation
             .take()
-            .or_else(|| self.court.law().take_verdict())
+            .or_else(|| self.checker.tracker().take_violation())
         {
             Some(what) => Err(what),
             None => Ok(()),

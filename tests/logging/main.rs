@@ -71,7 +71,7 @@ impl log::Log for Collector {
 }
 
 #[test]
-fn allocators_say_what_they_take_and_give_back() {
+fn allocators_log_the_memory_they_take_and_release() {
     collect();
     for policy in [Policy::Packed, Policy::Classic] {
         only(policy, |rig| {

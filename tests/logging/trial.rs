@@ -127,7 +127,7 @@ fn refused_virtual_memory_is_the_classic_policy_with_one_warning() {
 
 /// Where the packed policy is asked for, and no other, the error names the call.
 #[test]
-fn refused_virtual_memory_is_an_error_where_it_is_asked_for() {
+fn refused_virtual_memory_is_an_error_if_requested() {
     each_refusal(Policy::Packed, |rig, sim, call, code| {
         let before = sim.leaks();
         let error = make(rig).unwrap_err();
@@ -242,7 +242,7 @@ fn nothing_is_left_of_a_trial_whichever_call_fails() {
 
 /// What the driver never takes back is lost, and that is said; nothing is made on top of it.
 #[test]
-fn what_a_trial_cannot_give_back_is_said() {
+fn memory_that_a_trial_cannot_release_is_reported() {
     for call in GIVING_BACK {
         simulated(Policy::Auto, |rig, sim| {
             refuse(sim, call, CODES[0]);
@@ -373,7 +373,7 @@ fn without_exports_where_the_driver_refuses_those_alone() {
 /// What a trial costs, once for a device: ten calls beside those that make the context current. No
 /// figure of the allocator shows it.
 #[test]
-fn a_trial_costs_ten_calls_once() {
+fn a_trial_makes_ten_calls_per_process() {
     simulated(Policy::Auto, |rig, _| {
         let mut made = Vec::new();
         for expected in [1, 0] {

@@ -1,7 +1,7 @@
 //! Random programs against an independent model: no two live or pending blocks overlap under any
 //! legal completion order, and the heap is those of the model after each step.
 //!
-//! A program is plain data made from a seed; one that fails is shrunk and printed. The judge's law at the function
+//! A program is plain data made from a seed; one that fails is shrunk and printed. The judge's tracker at the function
 //! table is the model's only source on the order of streams.
 //!
 //! More of it, with other programs each time:
@@ -14,8 +14,8 @@
 mod common;
 // Other programs use more of it.
 #[allow(dead_code)]
-#[path = "../judge/court/mod.rs"]
-mod court;
+#[path = "../judge/checker/mod.rs"]
+mod checker;
 mod machine;
 mod program;
 
@@ -212,7 +212,7 @@ fn idle_memory_and_what_the_driver_has_left_add_up() {
 
 /// A page that waited for another stream is given back when that is done.
 #[test]
-fn a_page_that_becomes_whole_late_is_no_reason_to_fail() {
+fn a_page_that_becomes_whole_late_does_not_fail_a_request() {
     let setup = Setup {
         memory: 524_228_577,
         per_thread: true,

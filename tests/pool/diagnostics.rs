@@ -40,7 +40,7 @@ fn s3_23_a_report_describes_the_allocator() {
 
 /// S3.22
 #[test]
-fn s3_22_fragmentation_is_what_is_not_in_the_largest_piece() {
+fn s3_22_fragmentation_excludes_the_largest_piece() {
     let none = Fragmentation::of([]);
     assert_eq!((none.ratio(), none.mean()), (0.0, 0));
     let one = Fragmentation::of([4096]);

@@ -98,7 +98,7 @@ fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
 
 /// S2.7: what was given to a retired stream through a buffer comes before the memory's next user.
 #[test]
-fn s2_7_buffers_of_a_retired_stream_wait_for_what_it_was_given() {
+fn s2_7_buffers_of_a_retired_stream_wait_for_its_work() {
     each(|rig| {
         let (pool, [home, other]) = (pool_of(rig), rig.streams());
         let allocator = pool.allocator();
@@ -171,7 +171,7 @@ fn s2_8_s2_13_threads_count_exactly_and_name_each_others_buffers() {
 
 /// S2.2: buffers and blocks of the resource share what came back, small ones too.
 #[test]
-fn s2_2_small_blocks_and_buffers_share_what_came_back() {
+fn s2_2_small_blocks_and_buffers_share_returned_memory() {
     use cualloc::resource::MemoryResource;
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());

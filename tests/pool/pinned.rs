@@ -344,7 +344,7 @@ fn s4_23_foreign_copies_are_recorded() {
 
 /// R62
 #[test]
-fn r62_an_oversize_buffer_costs_what_was_asked() {
+fn r62_an_oversize_buffer_costs_its_requested_bytes() {
     with_pool(SMALL, |_, pool| {
         let before = pool.usage().reserved.current;
         let lease = bytes(pool, 33 * MIB).unwrap();

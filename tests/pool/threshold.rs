@@ -112,7 +112,7 @@ fn s3_4_s3_38_figures_are_those_of_the_allocator() {
 
 /// S3.5, S3.6
 #[test]
-fn s3_5_s3_6_threshold_and_trim_bound_what_is_cached() {
+fn s3_5_s3_6_threshold_and_trim_bound_cached_bytes() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         let buffers: Vec<_> = (0..8)
@@ -220,7 +220,7 @@ fn s3_28_a_larger_free_block_serves() {
 
 /// S3.29
 #[test]
-fn s3_29_what_was_idle_longest_goes_first() {
+fn s3_29_the_longest_idle_memory_is_released_first() {
     each(|rig| {
         let mut orders = Vec::new();
         for _ in 0..2 {
@@ -396,7 +396,7 @@ fn s3_35_a_failure_to_open_is_not_remembered() {
 
 /// S2.19: a shortage elsewhere drains the cache.
 #[test]
-fn s2_19_relief_for_others() {
+fn s2_19_relief_of_other_allocators() {
     each(|rig| {
         let Some(sim) = rig.maybe_sim() else {
             eprintln!("SKIPPED on cuda: needs a small device");

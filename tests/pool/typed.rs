@@ -83,7 +83,7 @@ fn s2_2_the_last_returned_comes_first() {
 
 /// S2.2
 #[test]
-fn s2_2_what_others_freed_later_does_not_come_first() {
+fn s2_2_blocks_freed_by_others_are_not_preferred() {
     each(|rig| {
         let (pool, stream) = (pool_of(rig), rig.stream());
         for len in [1000, 300_000] {

@@ -28,7 +28,7 @@ fn pool_of(rig: &Rig, made: Made, cap: usize) -> WorkspacePool {
 
 /// S4.2, S4.3
 #[test]
-fn s4_2_s4_3_slabs_come_back_up_to_the_cap() {
+fn s4_2_s4_3_slabs_are_kept_up_to_the_cap() {
     each(|rig| {
         let (pool, stream) = (WorkspacePool::new(&rig.allocator()), rig.stream());
         let leases: Vec<_> = (0..6).map(|_| pool.lease(&stream, 1500).unwrap()).collect();
@@ -246,7 +246,7 @@ fn s4_13_devices_never_mix() {
 
 /// S4.15
 #[test]
-fn s4_15_exact_leases_cost_what_was_asked() {
+fn s4_15_exact_leases_cost_the_requested_bytes() {
     each(|rig| {
         let stream = rig.stream();
         let bytes = 4 * MIB + 1;
@@ -286,7 +286,7 @@ fn s4_16_sizes_above_the_last_class_are_errors() {
 
 /// S4.17, S4.20
 #[test]
-fn s4_17_s4_20_failures_are_told_apart() {
+fn s4_17_s4_20_failures_are_distinguished() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         let allocator = rig.limited(64 * MIB);

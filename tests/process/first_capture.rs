@@ -23,7 +23,7 @@ fn left_unmarked(allocator: &Allocator, stream: &Stream, other: &Stream) -> u64 
 /// R38: a capturing stream is neither asked nor marked when another one wants what was freed on it, and
 /// what was freed on it is not forgotten.
 #[test]
-fn r38_a_capturing_stream_is_not_asked_for_its_memory() {
+fn r38_a_capturing_stream_is_not_queried_for_its_memory() {
     only(Policy::Packed, |rig| {
         let (allocator, [a, b]) = rig.scene();
         let ptr = left_unmarked(&allocator, &a, &b);
@@ -109,7 +109,7 @@ fn the_watch_for_captures_ends_with_them() {
 /// documents say, but the other stream's request goes on, and so does everything later. In a process of
 /// its own.
 #[test]
-fn d4_a_first_capture_that_meets_a_question_costs_nobody_else() {
+fn d4_a_capture_invalidated_by_a_query_affects_no_other() {
     alone(|| {
         let Some(rig) = Rig::with_interludes(Policy::Packed) else {
             return;

@@ -116,7 +116,7 @@ fn s3_13_s3_36_missing_required_symbol_is_named() {
 
 /// R72: the toolkit's library for linking is told from a driver.
 #[test]
-fn r72_stub_library_is_told() {
+fn r72_a_stub_library_is_reported() {
     let Some((_folder, path)) = library(Fake::defining(&["INIT=34"])) else {
         return;
     };

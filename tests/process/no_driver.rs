@@ -12,7 +12,7 @@ const MISSING: &str = "/nowhere/libcuda-of-a-test.so";
 /// S1.23, R72: whatever would allocate is a typed error with its causes, in a process where a panic
 /// would be the end.
 #[test]
-fn s1_23_r72_allocating_calls_say_that_the_driver_is_missing() {
+fn s1_23_r72_allocating_calls_report_a_missing_driver() {
     let output = itself("no_driver::without_driver")
         .env("CUALLOC_DRIVER", MISSING)
         .env(CASE, "1")

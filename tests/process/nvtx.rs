@@ -64,7 +64,7 @@ fn agree(lines: &[String], prefix: &str) {
 }
 
 #[test]
-fn a_tool_is_told_of_heaps_blocks_and_names() {
+fn a_tool_receives_heaps_blocks_and_names() {
     if case().as_deref() == Some("memory") {
         return on_simulator("", |allocator, stream| {
             says("domain cualloc".into());
@@ -147,7 +147,7 @@ fn without_waits(lines: Vec<String>) -> Vec<String> {
 }
 
 #[test]
-fn a_tool_without_domains_is_told_of_memory_in_none() {
+fn a_tool_without_domains_receives_memory_without_a_domain() {
     if case().as_deref() == Some("no-domains") {
         return on_simulator("", |allocator, stream| {
             let block = allocator.allocate(100, stream).unwrap();
@@ -185,7 +185,7 @@ fn a_tool_without_memory_sees_slow_paths_of_any_policy() {
 }
 
 #[test]
-fn no_tool_is_loaded_that_was_not_asked_for() {
+fn no_tool_is_loaded_unless_configured() {
     if let Some(case) = case() {
         let (settings, policy) = match case.as_str() {
             "off" => ("tune.nvtx=off", Policy::Packed),

@@ -109,7 +109,7 @@ fn a_limit() {
 }
 
 #[test]
-fn a_limit_that_others_leave_no_room_to_raise() {
+fn a_limit_that_cannot_be_raised_beside_other_programs() {
     let _alone = alone();
     let scene = Scene::on(SimConfig::with_devices(1, 256 << 20), "limit=32MiB");
     let stream = scene.stream();

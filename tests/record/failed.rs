@@ -26,7 +26,7 @@ fn failed(recording: &Recording, scene: &Scene) -> Vec<FailedRequest> {
 
 /// Causes, limits and what was free, from memory, a file and a file of rings.
 #[test]
-fn a_recording_knows_what_failed_and_why() {
+fn a_recording_has_the_failed_requests_and_their_causes() {
     let _alone = alone();
     let folder = Folder::new("failed");
     let path = folder.file("run.rec");

@@ -250,7 +250,7 @@ fn frames_without_a_line_have_none() {
 
 /// What may be left out is derived or said to be unknown, and never 0.
 #[test]
-fn what_older_files_leave_out_is_derived_or_unknown() {
+fn fields_missing_in_older_files_are_derived_or_unknown() {
     let mut file = whole();
     let blocks = at(&mut file, "segments[0].blocks").as_array_mut().unwrap();
     for block in blocks {
@@ -304,7 +304,7 @@ fn what_older_files_leave_out_is_derived_or_unknown() {
 }
 
 #[test]
-fn something_else_is_no_empty_snapshot() {
+fn another_pickle_is_not_an_empty_snapshot() {
     let others = [
         (
             json!([[0, 10, 20], [[0, 0, 0], [1024, 0, 0]]]),
@@ -379,7 +379,7 @@ fn something_else_is_no_empty_snapshot() {
 
 /// Empty lists are what a program without memory has, but an empty list alone may be anything.
 #[test]
-fn an_empty_snapshot_is_valid_and_says_so() {
+fn an_empty_snapshot_is_valid() {
     for value in [
         json!({"segments": [], "device_traces": []}),
         json!({"segments": [], "device_traces": [[], []]}),
@@ -401,7 +401,7 @@ fn an_empty_snapshot_is_valid_and_says_so() {
 }
 
 #[test]
-fn a_history_that_is_missing_or_begins_late_is_told() {
+fn a_missing_or_late_history_is_reported() {
     let gaps = |change: &dyn Fn(&mut Vec<Value>)| {
         let mut file = whole();
         change(at(&mut file, "device_traces[0]").as_array_mut().unwrap());

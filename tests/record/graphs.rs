@@ -86,7 +86,7 @@ fn memory_of_graph_pools_is_recorded_from_its_first_byte_to_its_last() {
 }
 
 #[test]
-fn streams_that_pools_alone_know_are_told_apart() {
+fn streams_known_only_to_pools_are_distinguished() {
     let _alone = alone();
     let scene = Scene::new("policy=packed");
     let pool = scene.allocator.graph_pool().unwrap();

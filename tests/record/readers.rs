@@ -82,7 +82,7 @@ fn spoilt_recordings_are_refused_or_make_sense() {
 }
 
 #[test]
-fn a_recording_is_read_as_far_as_it_goes_and_no_further_than_asked() {
+fn a_recording_is_read_to_its_end_or_to_the_given_limit() {
     let _alone = alone();
     let good = good();
     let whole = Recording::read(&good).unwrap();

@@ -46,7 +46,7 @@ pub fn live(events: &[Event]) -> BTreeMap<u64, u64> {
 }
 
 #[test]
-fn every_door_of_an_allocation_and_of_a_free_is_recorded_once() {
+fn every_entry_point_of_an_allocation_and_of_a_free_is_recorded_once() {
     let _alone = alone();
     for settings in [
         "policy=packed",
@@ -143,7 +143,7 @@ fn uses_refusals_and_memory_of_the_driver_are_recorded() {
 }
 
 #[test]
-fn what_is_live_at_the_start_is_held() {
+fn blocks_live_at_the_start_are_held() {
     let (_alone, scene, stream) = scene("");
     let small = scene.block(700, &stream);
     let large = scene.block(9 * MIB, &stream);
@@ -319,7 +319,7 @@ fn a_second_recording_is_refused_and_a_later_one_is_not() {
 }
 
 #[test]
-fn a_file_has_everything_and_a_dump_what_the_rings_hold() {
+fn a_file_has_all_events_and_a_dump_those_in_the_rings() {
     let _alone = alone();
     let folder = Folder::new("record-file");
     let (path, dump) = (folder.file("run.rec"), folder.file("dump.rec"));

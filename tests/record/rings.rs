@@ -71,7 +71,7 @@ fn events_that_no_ring_of_a_file_is_left_for_are_counted() {
 
 /// The file of a thread that was too slow lacks frees: what lies where they were tells of them.
 #[test]
-fn a_block_where_another_one_is_live_tells_of_a_lost_free() {
+fn a_block_at_the_address_of_a_live_one_reveals_a_lost_free() {
     const ALLOCATE: u64 = 1;
     const FREE: u64 = 2;
     let records = [

@@ -290,7 +290,7 @@ fn a_recording_without_allocations_has_no_moment() {
 }
 
 #[test]
-fn a_source_says_where_the_program_is() {
+fn a_source_reports_the_place_in_the_program() {
     let _alone = alone();
     let scene = Scene::new("policy=packed");
     let (allocator, stream) = (scene.allocator.clone(), scene.stream());

@@ -12,7 +12,7 @@ use crate::{held, take};
 
 /// A block of one pool is nothing to another, and stays what it was.
 #[test]
-fn s1_44_pools_refuse_blocks_of_others() {
+fn s1_44_pools_refuse_foreign_blocks() {
     each(|rig| {
         let pools: Vec<Arc<dyn MemoryResource>> = vec![
             Arc::new(typed(rig)),

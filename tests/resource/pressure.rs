@@ -44,7 +44,7 @@ fn s1_31_pressure_levels() {
 
 /// S1.32, S1.53: every entry point that changes the level tells it.
 #[test]
-fn s1_32_s1_53_listeners_hear_of_every_entry_point() {
+fn s1_32_s1_53_every_entry_point_notifies_listeners() {
     packed(|rig| {
         let stream = rig.stream();
         let inner = Arc::new(AccessOrdered::new(rig.allocator()));
@@ -139,7 +139,7 @@ fn s1_35_s1_54_watchdog_pauses_and_stops() {
 
 /// S3.24
 #[test]
-fn s3_24_fractions_are_validated_and_changes_told_once() {
+fn s3_24_fractions_are_validated_and_changes_reported_once() {
     let pairs = [(0.0, 0.5), (0.5, 0.5), (0.9, 0.5), (0.5, 1.1)];
     for (warning, critical) in pairs.into_iter().chain([(f64::NAN, 0.5), (0.5, f64::NAN)]) {
         let made = PressureMonitor::new(warning, critical);

@@ -67,7 +67,7 @@ fn s1_25_s1_48_free_caches_recovers() {
 
 /// S1.30, S5.29: for what can never fit nobody is asked, nothing emptied and no time spent.
 #[test]
-fn s1_30_a_budget_smaller_than_the_request_fails_at_once() {
+fn s1_30_a_budget_smaller_than_the_request_fails_immediately() {
     packed(|rig| {
         let (stream, allocator) = (rig.stream(), rig.allocator());
         drop(allocator.allocate(8 * MIB, &stream).unwrap());
@@ -107,7 +107,7 @@ fn s1_30_a_budget_smaller_than_the_request_fails_at_once() {
 
 /// S1.25: waiting looks every 100 ms of the clock it was given, and gives up in time.
 #[test]
-fn s1_25_wait_policy_goes_by_its_clock() {
+fn s1_25_wait_policy_follows_its_clock() {
     packed(|rig| {
         let stream = rig.stream();
         let clock = Clock::manual();
@@ -239,7 +239,7 @@ fn s1_30_hooks_run_before_the_policy() {
 
 /// S1.49: out of memory is known by the driver's code.
 #[test]
-fn s1_49_only_the_code_says_out_of_memory() {
+fn s1_49_only_the_code_means_out_of_memory() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         let (stream, guard) = (rig.stream(), guard(rig, None));

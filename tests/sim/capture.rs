@@ -150,7 +150,7 @@ const RULES: &[(&str, Rule, Try)] = &[
 ];
 
 #[test]
-fn a_capture_forbids_what_was_measured_to_whom_it_was_measured() {
+fn a_capture_forbids_the_calls_that_drivers_forbid() {
     for (name, rule, attempt) in RULES {
         for mode in [GLOBAL, LOCAL, RELAXED] {
             // The capturing thread, that in relaxed mode, and another thread in each mode.

@@ -169,7 +169,7 @@ fn a_user_object_may_end_after_the_call_that_ended_it() {
 
 /// A user object ends behind the launches that held it: who is told may take away what they used.
 #[test]
-fn who_hears_of_the_end_of_a_launch_has_seen_it() {
+fn a_thread_that_learns_of_a_launchs_end_is_ordered_after_it() {
     for told in [true, false] {
         let bench = bench();
         let own = stream(&bench);

@@ -103,7 +103,7 @@ fn events_stay_in_their_context_but_waits_cross() {
 }
 
 #[test]
-fn a_lost_context_stays_lost_and_others_go_on() {
+fn a_lost_context_stays_lost_and_others_keep_working() {
     let bench = with(SimConfig::with_devices(2, 1 << 30));
     let event = bench.event();
     let code = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -119,7 +119,7 @@ fn a_lost_context_stays_lost_and_others_go_on() {
 }
 
 #[test]
-fn after_shutdown_and_after_the_end_every_call_says_so() {
+fn after_shutdown_every_call_returns_an_error() {
     let bench = bench();
     bench.sim.shutdown();
     let ended = CUresult::CUDA_ERROR_DEINITIALIZED;
@@ -329,7 +329,7 @@ fn a_call_may_be_executed_and_report_an_error() {
 }
 
 #[test]
-fn handle_values_come_back() {
+fn handle_values_are_reused() {
     let bench = bench();
     let (first, second) = (bench.create(GRANULE).1, bench.create(GRANULE).1);
     for handle in [first, second] {

@@ -75,7 +75,7 @@ fn forked(bench: &Bench, memory: u64, second_at: u64) -> Graph {
 }
 
 #[test]
-fn a_launch_runs_what_was_captured_again_and_again() {
+fn each_launch_runs_the_captured_work() {
     let bench = bench();
     let (memory, copy) = (bench.alloc(4096), bench.alloc(4096));
     let own = stream(&bench);
@@ -99,7 +99,7 @@ fn a_launch_runs_what_was_captured_again_and_again() {
 }
 
 #[test]
-fn nodes_depend_on_what_their_stream_has_seen() {
+fn nodes_depend_on_the_earlier_nodes_of_their_stream() {
     let bench = bench();
     let memory = bench.alloc(4096);
     let graph = forked(&bench, memory, 512);
@@ -141,7 +141,7 @@ fn nodes_depend_on_what_their_stream_has_seen() {
 }
 
 #[test]
-fn a_stream_tells_what_its_next_node_depends_on() {
+fn a_stream_reports_the_dependencies_of_its_next_node() {
     let bench = bench();
     let (main, side) = (stream(&bench), stream(&bench));
     assert_eq!(main.capture_info().unwrap(), None);
@@ -165,7 +165,7 @@ fn a_stream_tells_what_its_next_node_depends_on() {
 }
 
 #[test]
-fn a_capture_goes_on_in_a_graph_that_is_there() {
+fn a_capture_continues_in_an_existing_graph() {
     let bench = bench();
     let memory = bench.alloc(4096);
     let own = stream(&bench);
@@ -242,7 +242,7 @@ fn addresses_of_the_same_memory_race_unless_an_edge_orders_them() {
 
 /// Other memory at the same addresses, again and again: as measured.
 #[test]
-fn an_executable_runs_on_what_is_at_its_addresses_now() {
+fn an_executable_uses_the_memory_mapped_at_its_addresses() {
     let bench = bench();
     let (at, mut handle) = bench.mapped(GRANULE);
     let own = stream(&bench);
@@ -300,7 +300,7 @@ fn the_function_of_a_user_object_must_not_call_the_driver() {
 }
 
 #[test]
-fn what_still_lives_is_counted() {
+fn live_objects_are_counted() {
     let bench = bench();
     let own = stream(&bench);
     let before = bench.sim.leaks();
@@ -413,7 +413,7 @@ fn waiting_for_the_stream_is_waiting_for_the_nodes() {
 }
 
 #[test]
-fn a_node_that_touches_memory_which_is_gone_is_named() {
+fn a_node_that_touches_unmapped_memory_is_named() {
     let mut config = SimConfig::with_devices(1, 1 << 30);
     config.sticky_errors = false;
     let bench = with(config);
@@ -488,7 +488,7 @@ fn a_user_object_outlives_launches_under_way() {
 
 /// Attached while the capture is under way, as measured; a capture that fails gives it up.
 #[test]
-fn a_capture_holds_what_its_graph_was_given() {
+fn a_capture_holds_the_memory_of_its_graph() {
     let bench = bench();
     let own = stream(&bench);
     for spoilt in [false, true] {
@@ -551,7 +551,7 @@ fn an_update_replaces_work_and_user_objects() {
 }
 
 #[test]
-fn handles_that_are_gone_are_reported() {
+fn destroyed_handles_are_reported() {
     let bench = bench();
     let own = stream(&bench);
     let graph = captured(&own, |raw| bench.spin(1, raw));

@@ -42,7 +42,7 @@ fn lagging_work_stays_behind_what_it_waits_for() {
 }
 
 #[test]
-fn a_host_wait_completes_what_it_must_and_nothing_else() {
+fn a_host_wait_completes_only_what_it_must() {
     let bench = bench();
     bench.manual();
     let (a, b, c) = (bench.stream(), bench.stream(), bench.stream());
@@ -156,7 +156,7 @@ fn s1_frees_wait_for_nothing_and_order_nothing() {
 }
 
 #[test]
-fn s1_frees_of_what_is_not_known_idle_are_reported() {
+fn s1_frees_of_memory_not_known_idle_are_reported() {
     let bench = bench();
     let memory = bench.alloc(4096);
     bench.memset(memory, 1, 16, bench.stream());
@@ -183,7 +183,7 @@ fn denied_host_waits_fail_and_are_reported() {
 }
 
 #[test]
-fn work_goes_on_after_its_stream_is_destroyed() {
+fn work_continues_after_its_stream_is_destroyed() {
     let bench = bench();
     bench.manual();
     let stream = bench.stream();

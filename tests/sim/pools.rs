@@ -95,7 +95,7 @@ fn blocks_are_reused_in_order_and_never_race() {
 }
 
 #[test]
-fn a_destroyed_pool_is_gone_and_the_default_one_stays() {
+fn a_destroyed_pool_is_invalid_and_the_default_pool_stays() {
     let bench = bench();
     let own = pool(&bench, 0);
     ok!(bench, cuDeviceSetMemPool(0, own));

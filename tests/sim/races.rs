@@ -37,7 +37,7 @@ fn unordered_writes_race_even_when_they_ran_one_after_the_other() {
 }
 
 #[test]
-fn a_query_orders_only_if_it_says_complete() {
+fn a_query_orders_only_if_it_reports_completion() {
     let bench = bench();
     let (a, b) = (bench.stream(), bench.stream());
     let memory = bench.alloc(512);

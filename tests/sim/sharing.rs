@@ -15,7 +15,7 @@ fn attribute<T: Default>(bench: &Bench, which: CUpointer_attribute, address: u64
 }
 
 #[test]
-fn pointer_attributes_tell_plain_from_mapped_memory() {
+fn pointer_attributes_distinguish_plain_from_mapped_memory() {
     type A = CUpointer_attribute;
     let bench = bench();
     let plain = bench.alloc(1000);
@@ -88,7 +88,7 @@ fn a_retained_handle_keeps_memory_and_needs_its_own_release() {
 }
 
 #[test]
-fn what_a_broken_second_mapping_shows_has_no_handle() {
+fn memory_of_a_broken_second_mapping_has_no_handle() {
     let bench = with(SimConfig {
         broken_aliasing: true,
         ..SimConfig::default()

@@ -49,7 +49,7 @@ fn parts_of_a_mapping_are_not_unmapped_several_whole_ones_are() {
 }
 
 #[test]
-fn memory_lives_until_the_last_mapping_and_the_last_reference_are_gone() {
+fn memory_lives_until_its_last_mapping_and_reference_end() {
     let bench = bench();
     let (at, handle) = bench.mapped(GRANULE);
     let view = bench.view(handle);
@@ -84,7 +84,7 @@ fn use_without_mapping_or_access_is_reported() {
 }
 
 #[test]
-fn unmapping_asks_that_the_host_has_seen_all_uses_complete() {
+fn unmapping_requires_host_observed_completion() {
     let bench = bench();
     let stream = bench.stream();
     let event = bench.event();
@@ -101,7 +101,7 @@ fn unmapping_asks_that_the_host_has_seen_all_uses_complete() {
 }
 
 #[test]
-fn unmapping_under_pending_work_is_reported_and_the_work_hits_what_is_there_later() {
+fn unmapping_under_pending_work_is_reported() {
     let bench = bench();
     bench.manual();
     let stream = bench.stream();

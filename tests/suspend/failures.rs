@@ -146,7 +146,7 @@ fn an_end_that_fails_can_be_tried_again() {
 
 /// A copy back whose end nobody saw may be under way still: the next attempt waits for it before it writes there.
 #[test]
-fn a_copy_whose_end_was_not_seen_is_waited_for() {
+fn a_copy_with_unknown_end_is_waited_for() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let (world, _pool, _block) = world(rig);
@@ -167,7 +167,7 @@ fn a_copy_whose_end_was_not_seen_is_waited_for() {
 /// Memory that is copied to the host is not used, and not given back, before the end of the copy was seen: it stays
 /// suspended until a wait succeeds.
 #[test]
-fn a_copy_to_the_host_whose_end_was_not_seen_is_waited_for() {
+fn a_copy_to_the_host_with_unknown_end_is_waited_for() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         for times in [1, 2] {

@@ -85,7 +85,7 @@ fn other_memory_serves_while_a_pool_is_suspended() {
 }
 
 #[test]
-fn tags_say_what_is_suspended_and_what_is_kept() {
+fn tags_select_what_is_suspended_and_kept() {
     packed(|rig| {
         let (allocator, [stream]) = rig.scene();
         let tags = ["weights", "cache", "cache"];
@@ -187,7 +187,7 @@ fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
 
 /// Nobody has to bring a pool back that nobody can use.
 #[test]
-fn a_pool_that_nobody_can_use_is_not_brought_back() {
+fn an_unusable_pool_is_not_restored() {
     packed(|rig| {
         for all in [false, true] {
             let (allocator, [stream]) = rig.scene();

@@ -105,7 +105,7 @@ fn segments_of_the_classic_policy_cannot_be_suspended() {
 }
 
 #[test]
-fn page_locked_memory_goes_with_a_trim_that_is_refused() {
+fn a_refused_trim_frees_page_locked_memory() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
         suspend(&world.allocator, Contents::Pinned);

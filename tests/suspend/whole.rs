@@ -9,7 +9,7 @@ use std::collections::HashSet;
 type Told = (SegmentChange, Vec<Segment>);
 
 #[test]
-fn what_is_kept_comes_back_at_its_address() {
+fn kept_contents_are_restored_at_their_address() {
     packed(|rig| {
         for contents in [Contents::Pinned, Contents::Host] {
             let world = World::new(rig, Config::new());
@@ -52,7 +52,7 @@ fn dropped_contents_need_no_host_memory_and_the_memory_can_be_written() {
 
 /// N12: another allocator has the memory between.
 #[test]
-fn somebody_else_has_the_memory_between() {
+fn another_owner_has_the_memory_in_between() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
         let addresses = world.addresses();
@@ -152,7 +152,7 @@ fn an_allocator_that_is_dropped_while_it_is_suspended_holds_nothing() {
 
 /// I8: all devices that had access have it again, in homes and views.
 #[test]
-fn hooks_hear_of_each_segment_without_locks() {
+fn hooks_receive_each_segment_without_locks() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
         let heard = Arc::<Mutex<Vec<Told>>>::default();

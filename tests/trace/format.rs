@@ -169,7 +169,7 @@ fn a_reader_that_fails_is_named_with_its_line_and_its_own_words() {
 }
 
 #[test]
-fn a_byte_order_mark_is_skipped_and_numbers_that_are_none_are_told_plainly() {
+fn a_byte_order_mark_is_skipped_and_invalid_numbers_are_reported() {
     let read = |text: &str| Trace::read("marked", text.as_bytes());
     let trace = read("\u{FEFF}op,id,bytes,stream\na,0,512,0\n").unwrap();
     assert_eq!(trace.rows().len(), 1);

@@ -192,7 +192,7 @@ fn agree(mut rows: Rows<'_>) {
 }
 
 #[test]
-fn figures_of_rows_that_nobody_keeps_are_those_of_the_trace() {
+fn figures_of_rows_that_are_not_kept_are_those_of_the_trace() {
     for kind in KINDS {
         // Wherever it is cut off: what is free there and completes later never does.
         for rows in [
@@ -220,7 +220,7 @@ fn varied_traces_keep_failed_requests() {
 }
 
 #[test]
-fn sizes_that_no_longer_fit_are_told() {
+fn sizes_that_no_longer_fit_are_reported() {
     let text = format!("op,id,bytes,stream\na,0,{},0\n", u64::MAX - 7);
     let huge = Trace::read("huge", text.as_bytes()).unwrap();
     for seed in 0..20 {
@@ -241,7 +241,7 @@ fn sizes_that_no_longer_fit_are_told() {
 }
 
 #[test]
-fn what_is_written_reads_the_same() {
+fn written_traces_are_read_back() {
     for kind in KINDS {
         let trace = trace(kind, 4, 700);
         let mut text = Vec::new();

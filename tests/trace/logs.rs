@@ -113,7 +113,7 @@ fn a_threads_own_stream_is_one_for_each_thread() {
 }
 
 #[test]
-fn what_a_log_does_not_say_is_told() {
+fn missing_parts_of_a_log_are_reported() {
     let gaps = |rows: &str| read(rows).unwrap().gaps(0);
     let (a, f) = (
         "1,1:0:0,allocate,0x200,5,0x0\n",

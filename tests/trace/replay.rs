@@ -82,7 +82,7 @@ fn failed_requests_are_not_repeated() {
 
 /// A replay that serves the requests that failed has room for each beside what was live, and says where it has not.
 #[test]
-fn failed_requests_are_served_where_that_is_asked_for() {
+fn failed_requests_are_served_if_requested() {
     let rows = "a,0,20971520,0\noom,0,41943040,7\nf,0,0,0\na,1,1048576,0\noom,0,10485760,0\n";
     let trace = trace(rows);
     assert_eq!(trace.streams(), [0]);
@@ -258,7 +258,7 @@ fn a_limit_that_is_too_small_ends_the_replay_at_its_row_with_nothing_leaked() {
 }
 
 #[test]
-fn each_row_is_told_with_its_block_and_the_one_that_failed_with_its_error() {
+fn each_row_is_reported_with_its_block_or_its_error() {
     let simulator = simulator(1 << 30);
     let trace = trace("a,0,8388608,0\na,1,8388608,0\nf,0,0,0\na,2,67108864,0\nf,2,0,0\n");
     let mut told = Vec::new();

@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_what_it_is_in_whatever_parts_it_comes() {
+    fn the_kind_of_a_file_does_not_depend_on_how_it_is_read() {
         let rows = "op,id,bytes,stream\na,0,512,0\na,1,1024,0\nf,0,0,0\n";
         let entry = |at: u32| format!(r#"{{"action":"alloc","addr":{at},"size":512,"stream":0}}"#);
         let json = format!(

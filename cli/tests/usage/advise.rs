@@ -82,7 +82,7 @@ fn serve_streams_fits_as_predicted() {
 }
 
 #[test]
-fn settings_of_the_environment_are_tried_among_the_others() {
+fn settings_of_the_environment_are_tried_too() {
     let lf = data("lf.csv");
     let mut command = cualloc();
     command.env("CUALLOC_CONFIG", "tune.nvtx=off,limit=1M");
@@ -97,7 +97,7 @@ fn settings_of_the_environment_are_tried_among_the_others() {
 }
 
 #[test]
-fn what_is_no_recording_or_no_size_is_refused() {
+fn invalid_recordings_and_sizes_are_refused() {
     let lf = data("lf.csv");
     for (arguments, words) in [
         (&["advise"][..], "FILE"),
@@ -136,7 +136,7 @@ fn what_is_no_recording_or_no_size_is_refused() {
 }
 
 #[test]
-fn what_does_not_fit_is_an_answer() {
+fn a_trace_that_does_not_fit_is_a_result() {
     let arguments = ["advise", "-", "--json", "--memory", "1,1M,2M"];
     let output = fed(&arguments, format!("{HEADER}a,0,100,0\n").as_bytes());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));

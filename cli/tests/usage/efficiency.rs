@@ -91,7 +91,7 @@ fn packed_without_views_needs_what_one_shared_pool_with_best_fit_needs() {
 }
 
 #[test]
-fn packed_on_one_stream_holds_at_most_two_percent_more_than_is_asked_for() {
+fn packed_on_one_stream_holds_at_most_two_percent_more_than_is_requested() {
     let arguments = ["replay", "--policy", "packed", "--repeat", "6"];
     for value in figures(&arguments, &ONE_STREAM) {
         let trace = &value["trace"];
@@ -114,7 +114,7 @@ fn packed_on_one_stream_holds_at_most_two_percent_more_than_is_asked_for() {
 }
 
 #[test]
-fn packed_on_several_streams_shares_what_is_complete() {
+fn packed_on_several_streams_shares_complete_memory() {
     let instant = figures(
         &["replay", "--policy", "packed", "--repeat", "6"],
         &["serve_streams"],
@@ -189,7 +189,7 @@ fn packed_bears_random_programs() {
 }
 
 #[test]
-fn packed_fits_into_little_more_than_is_asked_for() {
+fn packed_fits_into_little_more_than_is_requested() {
     let traces = ["dataframe", "gpt2_varlen", "resnet50", "serve_streams"];
     let bounds = [1.02, 1.015, 1.015, 1.025];
     let values = figures(&["capacity", "--policy", "packed"], &traces);

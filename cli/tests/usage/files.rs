@@ -58,7 +58,7 @@ fn a_dash_is_stdout_and_a_file_of_that_name_can_still_be_meant() {
 }
 
 #[test]
-fn a_trace_is_no_copy_of_itself() {
+fn a_trace_is_not_written_over_itself() {
     let path = file("own_copy.csv", &text("lf.csv"));
     for out in ["own_copy.csv", "./own_copy.csv", "../usage/own_copy.csv"] {
         refused(
@@ -203,7 +203,7 @@ fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
 }
 
 #[test]
-fn damaged_compression_is_told_as_such() {
+fn damaged_compression_is_reported() {
     let whole = text("resnet50.csv.gz");
     let mut sum = whole.clone();
     let at = sum.len() - 6;
@@ -376,7 +376,7 @@ fn recording(sampling: u32, records: &[(u64, u64, u64)]) -> Vec<u8> {
 }
 
 #[test]
-fn an_export_says_which_instant_it_shows_and_why_it_is_empty() {
+fn an_export_reports_its_instant_and_why_it_is_empty() {
     const ALLOCATE: u64 = 1;
     const FREE: u64 = 2;
     const FAILURE: u64 = 6;

@@ -342,7 +342,7 @@ fn logs_of_rmm_are_read_by_all_commands() {
 }
 
 #[test]
-fn a_refusal_says_what_the_file_looks_like_and_what_is_read() {
+fn an_error_describes_the_file_and_the_formats_that_are_read() {
     let mut torch = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.".to_vec();
     torch.extend([0; 9]);
     let timeline = json!([[0, 10, 20], [[0, 0, 0], [1024, 0, 0]]]).to_string();

@@ -48,7 +48,7 @@ fn a_failed_replay_has_no_ratio() {
 }
 
 #[test]
-fn advise_without_a_size_says_what_is_needed() {
+fn advise_without_a_size_prints_the_needed_memory() {
     let lf = data("lf.csv");
     let line = object(&run(&["advise", "--json", &lf]));
     let needed = line["needed_bytes"].as_u64().unwrap();
@@ -183,7 +183,7 @@ fn every_help_ends_with_examples() {
 }
 
 #[test]
-fn what_is_said_at_every_call_is_short() {
+fn repeated_notes_are_short() {
     let lf = data("lf.csv");
     let output = |arguments: &[&str]| {
         let mut command = cualloc();

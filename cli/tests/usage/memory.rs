@@ -82,7 +82,7 @@ fn many_replays_take_no_more_than_a_few() {
 }
 
 #[test]
-fn a_long_trace_takes_what_its_rows_take_and_no_more() {
+fn a_long_trace_needs_memory_for_its_rows_only() {
     let rows = 400_000;
     let path = file("long.csv", b"");
     let made = run(&[

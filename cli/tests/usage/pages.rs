@@ -57,7 +57,7 @@ const SNAPSHOT: &str = r#" {"segments": [], "device_traces": [[
 
 /// The page of a program that ran out of memory begins with that: the request, who held the memory, and the limit.
 #[test]
-fn a_page_knows_the_request_that_failed() {
+fn a_page_shows_the_request_that_failed() {
     use cualloc::record::{Context, Recorder, Target};
     use cualloc::sim::{SimConfig, Simulator};
     let folder = folder("failed", "run.rec", b"");
@@ -175,7 +175,7 @@ fn snapshots_are_read_as_json_too() {
 }
 
 #[test]
-fn a_page_of_two_files_says_what_changed() {
+fn a_page_of_two_files_shows_the_changes() {
     let (before, after) = (file("two.json", SNAPSHOT.as_bytes()), data("lf.csv"));
     let before = before.to_str().unwrap();
     let page = run(&["view", "-q", before, &after, "-o", "-"]);

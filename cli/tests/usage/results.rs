@@ -308,7 +308,7 @@ fn a_torn_gzip_file_is_named_with_the_line_reached() {
 }
 
 #[test]
-fn gzip_is_told_by_content_not_by_name() {
+fn gzip_is_detected_by_content_not_by_name() {
     let text = std::fs::read(data("lf.csv")).unwrap();
     let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
     packed.write_all(&text).unwrap();
@@ -438,7 +438,7 @@ fn without_driver(arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn info_without_a_driver_says_why_and_shows_the_simulator() {
+fn info_without_a_driver_prints_the_reason_and_the_simulator() {
     let output = without_driver(&["info"]);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -203,7 +203,7 @@ fn quiet_leaves_results_and_errors() {
 }
 
 #[test]
-fn a_missing_driver_is_told_once() {
+fn a_missing_driver_is_reported_once() {
     let lf = data("lf.csv");
     for arguments in [
         &["info", "--device", "cuda"][..],
@@ -229,7 +229,7 @@ fn a_missing_driver_is_told_once() {
 }
 
 #[test]
-fn numbers_that_are_none_are_told_plainly() {
+fn invalid_numbers_are_reported() {
     let output = fed(
         &["replay", "--device", "sim", "-"],
         b"op,id,bytes,stream\na,0,-512,0\n",
@@ -333,7 +333,7 @@ fn results_have_colours_where_they_are_wanted() {
 }
 
 #[test]
-fn shells_and_manuals_know_every_word() {
+fn completions_and_manuals_contain_every_option() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let output = run(&["completions", shell]);
         assert_eq!(output.status.code(), Some(0));

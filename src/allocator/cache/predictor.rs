@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_is_expected_once_it_came_again_twice() {
+    fn a_length_is_expected_once_it_was_repeated_twice() {
         let mut predictor = ReusePredictor::default();
         assert!(!pair(&mut predictor, 1));
         assert!(!pair(&mut predictor, 2));
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn what_something_else_comes_between_is_not_expected() {
+    fn interrupted_lengths_are_not_expected() {
         let mut predictor = ReusePredictor::default();
         for at in 0..10 {
             assert!(!predictor.allocated(2 * at, 300));

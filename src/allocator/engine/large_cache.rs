@@ -73,7 +73,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn memory_in_large_caches_comes_before_more_memory() {
+    fn memory_in_large_caches_is_used_before_growth() {
         contended(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
             // No free piece is long enough, and the live bytes are far below the peak.
@@ -95,7 +95,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn s1_19_what_lies_in_a_large_cache_is_no_part_of_a_peak() {
+    fn s1_19_blocks_in_a_large_cache_are_not_part_of_a_peak() {
         contended(|allocator, [a, b]| {
             let [left, middle, right] = row(allocator, a);
             let other = allocator.allocate(MIB, b).unwrap();

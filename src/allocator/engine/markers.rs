@@ -522,7 +522,7 @@ mod tests {
 
     /// R25: between the lookup of a slot and its marker, another stream may have taken the slot.
     #[test]
-    fn r25_a_slot_that_is_another_streams_by_now_gets_no_marker() -> Outcome {
+    fn r25_a_slot_reused_by_another_stream_gets_no_marker() -> Outcome {
         let rig = Rig::new(Config::new())?;
         let [a, b] = rig.streams()?;
         let allocator = &rig.allocator;

@@ -457,7 +457,7 @@ mod tests {
     use crate::sim::{SimConfig, Simulator};
 
     #[test]
-    fn a_context_of_somebody_else_that_is_gone_is_no_loss_of_ours() {
+    fn a_destroyed_foreign_context_does_not_lose_our_own() {
         let sim = Simulator::new(SimConfig::default()).unwrap();
         let driver = sim.driver().unwrap();
         let of = |context| Allocator::with_config(context, Config::new()).unwrap();

@@ -45,7 +45,7 @@ mod tests {
     use std::hash::BuildHasher;
 
     #[test]
-    fn ids_and_sizes_are_told_apart() {
+    fn ids_and_sizes_are_distinguished() {
         let hash = |key: (u64, usize)| Mixed::default().hash_one(key);
         let keys = (0..64_u64).flat_map(|stream| (9..40).map(move |bit| (stream, 1_usize << bit)));
         // A table of 4096 slots indexed by the low bits, which are all zero in powers of two.

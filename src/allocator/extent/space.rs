@@ -570,7 +570,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_region_is_no_longer_than_a_record_can_say() {
+    fn a_region_is_no_longer_than_a_record_can_express() {
         let (mut records, mut space) = (Records::default(), Space::new(SpaceId::Large, true));
         let half = 1 << 31;
         let bytes = u64::from(half) * GRANULE;

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_drivers_word_ends_a_lease_and_lets_go_of_it() {
+    fn the_drivers_report_ends_and_frees_a_lease() {
         let wakeup = Arc::<Wakeup>::default();
         let leases = Leases::new(&wakeup);
         let lease = Lease::new(&leases);
@@ -125,7 +125,7 @@ mod tests {
 
     /// The driver's thread may report the end before the pool counts the lease.
     #[test]
-    fn a_lease_counts_from_its_hold_to_its_end_in_whichever_order_they_come() {
+    fn a_lease_counts_from_its_hold_to_its_end_in_either_order() {
         let leases = Leases::default();
         let [early, kept] = [(); 2].map(|()| Lease::new(&leases));
         assert_eq!(leases.count(), 0, "a lease counts only once it is held");

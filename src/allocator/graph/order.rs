@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_behind_what_it_joined_and_not_what_runs_beside_it() {
+    fn a_stream_is_behind_the_streams_it_joined_only() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let [main, side] = [(); 2].map(|()| order.add_stream());
         graph.node(1, &[]);
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_may_begin_early_is_not_behind_the_one_before_but_behind_what_that_waited_for() {
+    fn a_node_with_an_early_start_is_behind_the_dependencies_of_its_predecessor() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let [main, side] = [(); 2].map(|()| order.add_stream());
         graph.node(1, &[]);
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_was_set_back_is_behind_what_it_finds_there_alone() {
+    fn a_stream_that_was_set_back_is_only_behind_its_new_dependencies() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let main = order.add_stream();
         graph.node(1, &[]);
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_stream_captured_alone_is_known_to_those_that_join() {
+    fn joining_streams_see_what_a_lone_stream_captured() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let main = order.add_stream();
         graph.node(0, &[]);
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_alone_and_was_set_back_is_behind_what_it_finds_there() {
+    fn a_lone_stream_that_was_set_back_is_behind_its_new_dependencies() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let main = order.add_stream();
         graph.node(0, &[]);
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn each_node_is_asked_for_once() {
+    fn each_node_is_queried_once() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let streams = [(); 3].map(|()| order.add_stream());
         graph.node(0, &[]);

@@ -289,7 +289,7 @@ mod tests {
 
     /// R23: a wait or query in progress relies on the event as it was recorded then.
     #[test]
-    fn an_event_that_somebody_holds_is_not_recorded_again() -> Outcome {
+    fn an_event_in_use_is_not_recorded_again() -> Outcome {
         let rig = Rig::new(Config::new())?;
         let [a, b] = rig.streams()?;
         let engine = rig.allocator.engine();

@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn leases_lie_apart_and_what_is_given_back_is_one_again() {
+    fn leases_lie_apart_and_returned_ones_merge() {
         let mut inner = with_reservations(&[64 * GIB]);
         let bases: Vec<u64> = (0..4).filter_map(|_| inner.lease(GIB)).collect();
         assert_eq!(bases.len(), 4);

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_that_comes_again_has_another_number() {
+    fn a_recreated_segment_has_another_number() {
         let mut known = Suspensions::default();
         let first = known.id_of(7);
         assert_eq!(known.id_of(7), first);

@@ -133,7 +133,7 @@ fn an_idle_stream_is_inactive_until_a_call_names_it() -> Outcome {
 
 /// A stream with a live block is retired while it is inactive: its memory serves others once its last marker is complete.
 #[test]
-fn a_resting_stream_that_is_retired_is_asked_for_its_last_marker() -> Outcome {
+fn retiring_an_inactive_stream_records_its_last_marker() -> Outcome {
     let rig = Rig::new(packed())?;
     let [a, b] = rig.streams()?;
     let kept = rig.allocator.allocate(24 * MIB, &b)?;
@@ -177,7 +177,7 @@ fn work_of_an_idle_stream_becomes_available_to_all() -> Outcome {
 
 /// A stream with work that was not observed complete does not rest.
 #[test]
-fn r34_a_stream_that_is_waited_for_does_not_rest() -> Outcome {
+fn r34_a_stream_that_is_waited_for_stays_active() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
     assert!(!streams.count_use(b, 1));
@@ -225,7 +225,7 @@ fn a_marker_covers_no_later_free() -> Outcome {
 
 /// The event that replaces all markers of a stream covers what the last of them did.
 #[test]
-fn d6_the_event_in_place_of_all_markers_covers_what_they_did() -> Outcome {
+fn d6_the_event_that_replaces_all_markers_covers_their_frees() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
     streams.ordered(a, b, 3, &[]);
@@ -249,7 +249,7 @@ fn d6_the_event_in_place_of_all_markers_covers_what_they_did() -> Outcome {
 /// A stream that waits for a marker is ordered behind everything that the marker's stream was ordered behind, and needs
 /// no wait for that.
 #[test]
-fn a_wait_brings_what_its_marker_follows() -> Outcome {
+fn a_wait_covers_the_streams_that_its_marker_follows() -> Outcome {
     let rig = Rig::new(packed())?;
     let streams = rig.streams::<3>()?;
     for stream in &streams {
@@ -307,7 +307,7 @@ fn a_page_freed_behind_a_marker_is_not_covered_by_it() -> Outcome {
 /// A slot whose last marker is being recorded is not reused, and returns to its stream if that fails; the slot of a
 /// stream that no call names and nothing refers to can be reused.
 #[test]
-fn d3_a_slot_that_is_left_goes_once() -> Outcome {
+fn d3_a_slot_that_is_left_is_freed_once() -> Outcome {
     let rig = Rig::new(packed())?;
     let engine = rig.allocator.engine();
     let key = StreamKey::Id(900);
@@ -357,7 +357,7 @@ fn a_slot_is_not_reused_while_a_second_retirement_runs() -> Outcome {
 
 /// A wait queued behind the last marker of a stream: the marker completes without it.
 #[test]
-fn a_wait_behind_the_last_marker_is_not_what_the_stream_follows() -> Outcome {
+fn a_wait_after_the_last_marker_does_not_count_for_it() -> Outcome {
     let rig = Rig::new(packed())?;
     let engine = rig.allocator.engine();
     let [a, b] = rig.streams()?;
@@ -379,7 +379,7 @@ fn a_wait_behind_the_last_marker_is_not_what_the_stream_follows() -> Outcome {
 
 /// While its last marker is being recorded, the stream caches of a stream stay closed.
 #[test]
-fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
+fn d3_caches_of_a_leaving_stream_stay_closed() -> Outcome {
     let rig = Rig::new(packed())?;
     let engine = rig.allocator.engine();
     let [a] = rig.streams()?;
@@ -400,7 +400,7 @@ fn d3_caches_of_a_stream_that_leaves_stay_shut() -> Outcome {
 
 /// The pages of a retiring stream are released when its last marker is recorded, not when it completes.
 #[test]
-fn d3_pages_of_a_stream_that_leaves_go_with_its_last_marker() -> Outcome {
+fn d3_pages_of_a_leaving_stream_are_freed_with_its_last_marker() -> Outcome {
     let rig = Rig::new(packed())?;
     let [a, b] = rig.streams()?;
     drop(rig.allocator.allocate(KIB, &b)?);
@@ -486,7 +486,7 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
 
 /// Memory that the streams of a destroyed context used, in pages and outside, is complete after a wait for everything.
 #[test]
-fn d6_memory_of_a_context_that_is_gone_is_not_lost() -> Outcome {
+fn d6_memory_of_a_destroyed_context_is_not_lost() -> Outcome {
     let rig = Rig::new(packed())?;
     let allocator = &rig.allocator;
     // On a failure, closing the allocator would wait for work that never completes.

@@ -19,13 +19,13 @@ use crate::sim::Mode;
 /// A page stays pending until its owner, and every stream that the owner is ordered behind, have completed: a block
 /// that returns to a stream cache because its stream is ordered behind the others renews the page's ticket.
 #[test]
-fn a_block_let_go_behind_a_wait_renews_the_ticket_of_its_page() -> Outcome {
+fn a_block_freed_after_a_wait_renews_the_ticket_of_its_page() -> Outcome {
     // Also where the other stream that used the block has completed.
-    let_go_behind_a_wait(false)?;
-    let_go_behind_a_wait(true)
+    freed_after_a_wait(false)?;
+    freed_after_a_wait(true)
 }
 
-fn let_go_behind_a_wait(another: bool) -> Outcome {
+fn freed_after_a_wait(another: bool) -> Outcome {
     let config = Config::new().limit(Some(16 << 20)).views(false);
     let rig = Rig::new(config.policy(Policy::Packed))?;
     let allocator = &rig.allocator;
@@ -86,7 +86,7 @@ fn a_last_marker_closes_the_batches_in_other_caches() -> Outcome {
 
 /// Restoring a claim restores each part: its class, its owner, the time of its free, and its counts.
 #[test]
-fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
+fn d1_a_claim_is_restored_as_it_was() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
     let [a, b, c] = rig.streams()?;
     let allocator = &rig.allocator;
@@ -138,7 +138,7 @@ fn d1_a_claim_is_put_back_as_it_was() -> Outcome {
 
 /// A part that completed while it was claimed is available to all streams once it is restored.
 #[test]
-fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
+fn d1_a_restored_claim_has_its_current_completion() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
     let [a, b] = rig.streams()?;
     let allocator = &rig.allocator;
@@ -173,7 +173,7 @@ fn d1_a_claim_is_put_back_as_complete_as_it_is_by_then() -> Outcome {
 /// An extent taken for a request is not yet a block: the lock may be released before it becomes one, and a concurrent
 /// check finds the metadata consistent.
 #[test]
-fn a_taken_extent_is_no_block_yet() -> Outcome {
+fn a_taken_extent_is_not_yet_a_block() -> Outcome {
     for policy in [Policy::Classic, Policy::Packed] {
         let rig = Rig::new(Config::new().policy(policy).views(false))?;
         let [a] = rig.streams()?;
@@ -229,7 +229,7 @@ fn merged_pieces_wait_for_the_newest_use() -> Outcome {
 
 /// The part of a piece that a block does not take stays unchanged.
 #[test]
-fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
+fn the_remainder_of_a_piece_belongs_to_its_stream() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed).views(false))?;
     let [a, b] = rig.streams()?;
     let allocator = &rig.allocator;
@@ -247,7 +247,7 @@ fn the_rest_of_a_piece_stays_its_streams() -> Outcome {
 
 /// Uses stored by a stream cache are kept when the heap takes the block over to record another one.
 #[test]
-fn what_a_cache_noted_goes_into_the_heap() -> Outcome {
+fn blocks_held_back_by_a_cache_reach_the_heap() -> Outcome {
     let rig = Rig::new(Config::new().policy(Policy::Packed))?;
     let [a, b, c] = rig.streams()?;
     let allocator = &rig.allocator;

@@ -335,7 +335,7 @@ mod tests {
 
     /// A row of small handles, and large ones separate from each other.
     #[test]
-    fn the_largest_come_first_where_a_row_has_many_handles() {
+    fn the_largest_handles_of_a_row_come_first() {
         let mut handles = Handles::default();
         let (mut all, mut home) = (Vec::new(), 0);
         let large = [8, 0].into_iter().cycle().take(28);
@@ -381,7 +381,7 @@ mod tests {
 
     /// Bytes that an open beginning provides need not be created.
     #[test]
-    fn an_open_beginning_lessens_what_is_lacking() {
+    fn an_open_beginning_reduces_the_missing_memory() {
         let mut handles = Handles::default();
         let sources = open_caches(&mut handles, &[8, 1, 7, 8, 0]);
         let none = handles.marks();

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_is_lost_with_the_copys_first_value_is_seen() {
+    fn a_change_lost_with_the_copys_first_value_is_detected() {
         for changes in [
             [(CAPTURES, 0)].as_slice(),
             &[(RECORDS, 0), (CAPTURES, RECORDS)],
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_that_come_while_the_word_changes_follow_it() {
+    fn copies_made_while_the_word_changes_follow_it() {
         let process: &'static Followed = leaked();
         let copies: Vec<&'static State> = std::thread::scope(|scope| {
             for bit in [CAPTURES, TOOL, RECORDS] {

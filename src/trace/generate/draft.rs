@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_generator_of_numbers_is_what_it_says() {
+    fn the_random_numbers_are_those_of_the_named_generator() {
         // The first numbers of SplitMix64 from state 0, as published with it.
         let mut random = Random(0);
         assert_eq!(random.next(), 0xE220_A839_7B1D_CDAF);

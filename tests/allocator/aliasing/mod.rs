@@ -50,7 +50,7 @@ fn run(list: &[cases::Case]) {
 }
 
 #[test]
-fn what_one_address_writes_the_other_reads() {
+fn a_write_through_one_address_is_read_through_the_other() {
     run(cases::IN_ORDER);
 }
 

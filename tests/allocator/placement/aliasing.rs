@@ -116,7 +116,7 @@ fn the_test_can_be_switched_off() {
 }
 
 #[test]
-fn without_memory_for_the_test_views_are_built_all_the_same() {
+fn without_memory_for_the_test_views_are_built_anyway() {
     only(Policy::Packed, |rig| {
         let limit = 82 * MIB as u64;
         let (allocator, [stream]) = rig.scene_with(small_handles().limit(Some(limit)));
@@ -154,7 +154,7 @@ fn r2_the_test_copies_to_memory_that_it_can_leave_behind() {
 }
 
 #[test]
-fn the_test_can_be_asked_for() {
+fn the_test_runs_on_request() {
     each(|rig| {
         let allocator = rig.allocator();
         let expected = match rig.packed() {

@@ -29,7 +29,7 @@ fn fragmentation_is_what_lies_outside_the_largest_run() {
 }
 
 #[test]
-fn what_a_stream_keeps_from_the_others_is_said_by_stream() {
+fn stranded_bytes_are_reported_by_stream() {
     each(|rig| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
@@ -62,7 +62,7 @@ fn what_a_stream_keeps_from_the_others_is_said_by_stream() {
 }
 
 #[test]
-fn the_last_growth_says_why() {
+fn the_last_growth_has_its_reason() {
     only(Policy::Packed, |rig| {
         let (allocator, [a, b]) = rig.scene_with(Config::new().handle(2 << 20));
         let last = || allocator.stats().packing.last_growth.unwrap();

@@ -41,7 +41,7 @@ fn segments_cover_a_block_in_the_order_of_its_addresses() {
 }
 
 #[test]
-fn a_block_freed_under_guards_stays_until_the_last_of_them_goes() {
+fn a_block_freed_under_guards_stays_until_the_last_guard_is_dropped() {
     each(|rig| {
         for bytes in [512, 100 * KIB, 24 * MIB] {
             let (allocator, [stream]) = rig.scene();

@@ -8,7 +8,7 @@ fn segments(allocator: &Allocator, block: &Block) -> usize {
 }
 
 #[test]
-fn a_single_handle_holds_the_block_that_asks_for_it() {
+fn a_single_handle_holds_the_block_that_requests_it() {
     each(|rig| {
         let config = match rig.packed() {
             true => small_handles(),

@@ -14,7 +14,7 @@ fn pairs(bytes: usize, allocator: &Allocator, stream: sys::CUstream, count: usiz
 /// Calls by an adopted handle ask nobody which stream it is, on each thread from its first one on; those by
 /// the handle of the next stream do, whatever its value.
 #[test]
-fn r25_an_adopted_handle_is_not_asked_for_until_it_is_retired() {
+fn r25_an_adopted_handle_is_not_queried_until_it_is_retired() {
     for bytes in [4 * KIB, 4 * MIB] {
         only_simulated(Policy::Packed, |rig, sim| {
             let allocator = rig.checked();
@@ -87,7 +87,7 @@ fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now
 }
 
 #[test]
-fn an_adopted_stream_is_marked_when_somebody_asks_for_its_memory() {
+fn an_adopted_stream_is_marked_when_its_memory_is_requested() {
     for (adopted, captures) in [(false, true), (true, true), (true, false)] {
         only(Policy::Packed, |rig| {
             let allocator = rig.checked_with(Config::new().captures(captures));

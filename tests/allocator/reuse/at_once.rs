@@ -68,7 +68,7 @@ fn outcome(
 }
 
 #[test]
-fn in_one_go_a_request_gets_what_it_would_get_step_by_step() {
+fn one_call_finds_what_single_steps_find() {
     if on_cuda() {
         return eprintln!("SKIPPED on cuda: needs the simulator");
     }

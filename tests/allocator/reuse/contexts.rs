@@ -108,7 +108,7 @@ fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
 /// Once its streams are retired a context may be destroyed: nothing of it is asked any more, and the events of markers
 /// and the spare ones went before it.
 #[test]
-fn d6_a_context_may_go_once_its_streams_are_retired() {
+fn d6_a_context_may_be_destroyed_once_its_streams_are_retired() {
     for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
         each_simulated(|rig, sim| {
             let (allocator, [own]) = rig.scene();
@@ -156,7 +156,7 @@ fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
 /// A context is destroyed without a retirement of its stream. The wait for everything finds that out: what the stream
 /// used is complete then, and no free asks it any more.
 #[test]
-fn a_context_that_is_found_gone_is_no_loss_of_ours() {
+fn a_context_found_destroyed_does_not_lose_our_own() {
     for checks in [false, true] {
         each_simulated(|rig, sim| {
             let (allocator, [own]) = rig.scene_with(Config::new().capture_checks(checks));
@@ -343,7 +343,7 @@ fn the_distrust_of_a_context_ends_with_its_last_stream() {
 
 /// Once a call says that a distrusted context is gone, its memory is complete, and the allocator goes on.
 #[test]
-fn the_distrust_of_a_context_ends_when_it_is_known_to_be_gone() {
+fn the_distrust_of_a_context_ends_with_its_known_destruction() {
     use sys::CUresult as Code;
     for gone in [
         Code::CUDA_ERROR_CONTEXT_IS_DESTROYED,
@@ -386,7 +386,7 @@ fn a_close_waits_for_a_distrusted_context() {
 
 /// A stream of a distrusted context that is retired in due form may be destroyed: no free asks it.
 #[test]
-fn a_retired_stream_of_a_distrusted_context_is_not_asked() {
+fn a_retired_stream_of_a_distrusted_context_is_not_queried() {
     for find in FINDS {
         each_simulated(|rig, sim| {
             let _entered = rig.context.enter().unwrap();

@@ -161,7 +161,7 @@ fn at_the_limit_the_setting_decides_whether_a_request_waits_or_fails() {
 }
 
 #[test]
-fn memory_that_others_gave_back_is_asked_for_before_a_wait() {
+fn memory_that_others_released_is_requested_before_a_wait() {
     for policy in [Policy::Packed, Policy::Classic] {
         only_simulated_on(
             policy,

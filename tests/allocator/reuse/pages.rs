@@ -20,7 +20,7 @@ fn reserved(allocator: &Allocator) -> usize {
 /// Blocks that another stream used wait in batches until those are full. Before memory is added that stream is asked
 /// for what they hold, full or not.
 #[test]
-fn held_back_blocks_come_before_more_memory() {
+fn held_back_blocks_are_used_before_growth() {
     only(Policy::Packed, |rig| {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());

@@ -51,7 +51,7 @@ fn r24_destroyed_streams_leave_their_memory() {
 
 /// R24: the last marker of a stream covers nothing that the stream is given after it.
 #[test]
-fn r24_a_retired_stream_that_goes_on_is_a_new_one() {
+fn r24_a_retired_stream_that_is_used_again_is_a_new_one() {
     each(|rig| {
         for bytes in [4 * KIB, 12 * MIB] {
             let (allocator, [a, b]) = rig.scene();
@@ -115,7 +115,7 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
 
 /// R26: the per-thread default stream of two threads is two streams.
 #[test]
-fn r26_per_thread_streams_are_told_apart() {
+fn r26_per_thread_streams_are_distinguished() {
     each(|rig| {
         for bytes in [4 * KIB, 12 * MIB] {
             let allocator = rig.checked();

@@ -29,7 +29,7 @@ fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
 }
 
 #[test]
-fn batches_that_nobody_asks_for_get_no_marker() {
+fn batches_that_no_request_needs_get_no_marker() {
     each(|rig| {
         let (allocator, [a, b]) = rig.scene_limit(2 * BLOCK);
         let block = allocator.allocate(BLOCK, &a).unwrap();
@@ -52,7 +52,7 @@ fn batches_that_nobody_asks_for_get_no_marker() {
 
 /// Near the limit a stream is asked for its own memory, too: complete, it fits in more ways.
 #[test]
-fn near_the_limit_a_stream_is_asked_itself() {
+fn near_the_limit_the_stream_itself_is_queried() {
     for near in [false, true] {
         only(Policy::Packed, |rig| {
             let limit = if near { BLOCK } else { 3 * BLOCK };
@@ -71,7 +71,7 @@ fn near_the_limit_a_stream_is_asked_itself() {
 
 /// What a stream freed while it was alone is there for the first one that comes, also from a later slot.
 #[test]
-fn what_a_lone_stream_freed_is_asked_for() {
+fn memory_freed_by_a_lone_stream_is_queried() {
     each(|rig| {
         for later in [false, true] {
             let (allocator, [first, a, b]) = rig.scene_limit(2 * BLOCK);
@@ -100,7 +100,7 @@ fn what_a_lone_stream_freed_is_asked_for() {
 
 /// A request that fails may have seen its stream idle on the way: what was freed there is everybody's.
 #[test]
-fn what_a_failed_request_saw_complete_is_free_for_others() {
+fn a_failed_request_still_frees_complete_memory() {
     each(|rig| {
         let (allocator, [a, b]) = rig.scene_limit(512 * MIB);
         let small = 768 * KIB;
@@ -127,7 +127,7 @@ fn what_a_failed_request_saw_complete_is_free_for_others() {
 
 /// A stream that is asked may say that its context is lost.
 #[test]
-fn a_question_that_finds_the_context_lost_says_so() {
+fn a_query_that_finds_the_context_lost_reports_that() {
     each_simulated(|rig, sim| {
         let allocator = rig.allocator();
         let [a, b] = rig.streams();
@@ -142,7 +142,7 @@ fn a_question_that_finds_the_context_lost_says_so() {
 
 /// A stream that is busy when somebody asks gets its marker then, and its next ones at once.
 #[test]
-fn a_busy_stream_is_marked_when_somebody_asks() {
+fn a_busy_stream_is_marked_when_its_memory_is_requested() {
     each(|rig| {
         let (allocator, [a, b]) = rig.scene_limit(4 * BLOCK);
         let early = allocator.allocate(BLOCK, &a).unwrap();
@@ -173,7 +173,7 @@ fn a_busy_stream_is_marked_when_somebody_asks() {
 
 /// Work that is late is marked as it comes, however much of it.
 #[test]
-fn streams_that_are_behind_are_marked_at_once() {
+fn streams_that_are_behind_are_marked_immediately() {
     each(|rig| {
         let (allocator, [a, b]) = rig.scene_limit(4 * BLOCK);
         drop(allocator.allocate(512, &b).unwrap());

@@ -35,7 +35,7 @@ fn hands_out(allocator: &Allocator, stream: &Stream, at: u64) -> bool {
 /// D1: an aligned growth beside memory that another stream uses, of which any call fails. The gap before
 /// the block was taken for the asking stream's own.
 #[test]
-fn d1_a_growth_that_fails_keeps_the_uses_of_what_lay_beside_it() {
+fn d1_a_failed_growth_keeps_the_uses_of_adjacent_memory() {
     let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
     for name in ["cuStreamWaitEvent", "cuCtxGetCurrent", "cuCtxSetCurrent"] {
         let (over, failed) = (Cell::new(false), Cell::new(0));
@@ -112,7 +112,7 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
 
 /// D8: what a drop cannot even ask the driver to destroy is destroyed by a later call of the same context.
 #[test]
-fn d8_what_a_drop_could_not_give_back_is_given_back_later() {
+fn d8_memory_that_a_drop_could_not_free_is_freed_later() {
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
     for name in [
         "cuThreadExchangeStreamCaptureMode",

@@ -12,7 +12,7 @@ const SIZES: [usize; 5] = [KIB, 24 * KIB, 3 * MIB, 12 * MIB, 40 * MIB];
 /// Nothing of a free asks or marks the stream, whatever is freed, and however much: the simulator refuses handles of
 /// streams that are gone.
 #[test]
-fn blocks_are_freed_after_their_stream_is_gone() {
+fn blocks_are_freed_after_their_stream_was_destroyed() {
     each(|rig| {
         for checks in [false, true] {
             let (allocator, [other]) = rig.scene_with(config().capture_checks(checks));
@@ -48,7 +48,7 @@ fn blocks_are_freed_after_their_stream_is_gone() {
 
 /// What a stream that is gone left undone is waited for before others have its memory.
 #[test]
-fn memory_of_a_stream_that_is_gone_waits_for_its_work() {
+fn memory_of_a_destroyed_stream_waits_for_its_work() {
     each_simulated(|rig, sim| {
         for bytes in [32 * KIB, 12 * MIB] {
             let allocator = rig.checked_with(config().limit(Some(16 * MIB as u64)));
@@ -106,7 +106,7 @@ fn a_stream_that_is_named_again_is_marked_then() {
 
 /// Streams that come and go with everything that they had do not fill the device.
 #[test]
-fn streams_that_come_and_go_leave_their_memory() {
+fn short_lived_streams_leave_their_memory() {
     each_simulated(|rig, _| {
         let (allocator, [other]) = rig.scene_with(config());
         for _ in 0..100 {

@@ -134,7 +134,7 @@ fn a_failed_request_does_not_raise_the_soft_cap() {
 /// On a full device a stitch that lacks one handle takes it from what the other arena has idle, and
 /// nobody waits for the device.
 #[test]
-fn a_stitch_takes_what_the_other_arena_gave_back() {
+fn a_stitch_takes_memory_that_the_other_arena_released() {
     let full = SimConfig::with_devices(1, 22 << 20);
     only_simulated_on(Policy::Packed, full, |rig, _| {
         let (allocator, [a]) = rig.scene_with(Config::new().headroom(0));
@@ -225,7 +225,7 @@ fn small_requests_spare_whole_handles_near_the_limit() {
 /// The same where the tail waits for another stream's work: the stitch follows that, and the host waits for
 /// nothing.
 #[test]
-fn r61_a_stitch_at_the_limit_goes_behind_waits() {
+fn r61_a_stitch_at_the_limit_is_ordered_behind_waits() {
     packed(|rig| {
         let (allocator, [a, b]) = rig.scene_limit(24 * MIB);
         let _other = allocator.allocate(100, &b).unwrap();

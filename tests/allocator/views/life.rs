@@ -85,7 +85,7 @@ fn memory_of_a_live_block_in_a_view_is_not_released() {
 
 /// At a limit idle views go when the handles in them are all that could be given back.
 #[test]
-fn a_view_goes_for_memory_of_another_arena() {
+fn a_view_is_removed_for_memory_of_another_arena() {
     packed(|rig| {
         let a = rig.stream();
         let (allocator, _kept) = scattered(rig, 2, &a);
@@ -110,7 +110,7 @@ fn a_view_goes_for_memory_of_another_arena() {
 
 /// What the arena of small blocks has left over goes to a stitch that lacks it.
 #[test]
-fn r8_another_arena_goes_for_a_stitch() {
+fn r8_another_arena_is_released_for_a_stitch() {
     packed(|rig| {
         let a = rig.stream();
         let limit = 8 * PART + 2 * MIB;

@@ -44,7 +44,7 @@ fn a_run_in_a_view_waits_for_uses_at_home() {
 
 /// What streams did to a block in a view holds for its bytes at home.
 #[test]
-fn uses_of_a_block_in_a_view_come_home() {
+fn uses_of_a_block_in_a_view_apply_at_home() {
     packed(|rig| {
         let [a, b, c] = rig.streams();
         let (allocator, _kept) = scattered(rig, 2, &a);
@@ -71,7 +71,7 @@ fn uses_of_a_block_in_a_view_come_home() {
 
 /// Scattered memory of which parts need a wait is stitched behind that wait.
 #[test]
-fn a_stitch_waits_for_what_is_pending() {
+fn a_stitch_waits_for_pending_memory() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let (allocator, _kept) = scattered(rig, 2, &a);
@@ -89,7 +89,7 @@ fn a_stitch_waits_for_what_is_pending() {
 
 /// What needs no wait is taken before what does.
 #[test]
-fn a_stitch_prefers_what_is_complete() {
+fn a_stitch_prefers_complete_memory() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let (allocator, _kept) = scattered(rig, 4, &a);

@@ -59,7 +59,7 @@ fn packed_memory_moves_while_a_kernel_runs() {
 /// A segment of the classic policy goes back by a call that waits for all work of its context: what
 /// the other policy is for. If this ever fails, the test above says nothing.
 #[test]
-fn a_classic_segment_goes_only_after_the_kernel() {
+fn a_classic_segment_is_released_only_after_the_kernel() {
     // The simulator's call waits as the measured one does.
     let config = SimConfig {
         strict_free: false,

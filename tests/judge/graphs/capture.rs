@@ -196,7 +196,7 @@ impl Scene<'_> {
             // It was allocated in the order of its own stream.
             self.wait(stream, home)?;
         }
-        if stream == home && self.rng.chance(40) && !self.court.is_failing() {
+        if stream == home && self.rng.chance(40) && !self.checker.is_failing() {
             // The free finds that its stream captures.
             self.node(capture, place, stream)?;
             let held = self.held.swap_remove(at);
@@ -250,7 +250,7 @@ impl Scene<'_> {
     /// Frees a block where its stream is named: a free by another thread counts from the stream's next call on, and
     /// the stream may have been set back by then.
     fn free_here(&self, block: Block) {
-        self.court.law().freed(block.ptr());
+        self.checker.tracker().freed(block.ptr());
         drop(block);
     }
 
@@ -268,7 +268,7 @@ impl Scene<'_> {
         let before = self.present(stream)?;
         let group = self.captures[capture].group;
         let serves = self.captures[capture].serves();
-        if before.is_empty() || !serves || self.court.is_failing() {
+        if before.is_empty() || !serves || self.checker.is_failing() {
             return Ok(());
         }
         let mut branch = before.clone();

@@ -34,9 +34,9 @@ impl Scene<'_> {
         };
         let number = group.map(|group| self.groups[group].number);
         let lane = self.number(stream);
-        let mut law = self.court.law();
-        law.handed_out_of(number, block.ptr(), bytes as u64, lane);
-        law.take_verdict().map_or(Ok(()), Err)?;
+        let mut tracker = self.checker.tracker();
+        tracker.handed_out_of(number, block.ptr(), bytes as u64, lane);
+        tracker.take_violation().map_or(Ok(()), Err)?;
         Ok(Some(block))
     }
 
@@ -146,7 +146,7 @@ impl Scene<'_> {
         match block.record_stream(&self.streams[stream]) {
             Ok(()) => {
                 let (ptr, lane) = (block.ptr(), self.number(stream));
-                self.court.law().recorded(ptr, lane);
+                self.checker.tracker().recorded(ptr, lane);
                 Ok(true)
             }
             Err(error) => {
@@ -166,16 +166,16 @@ impl Scene<'_> {
 
     /// Frees a block, now and then on another thread.
     pub(super) fn free(&mut self, held: Held) {
-        self.court.law().freed(held.block.ptr());
+        self.checker.tracker().freed(held.block.ptr());
         if !self.rng.chance(8) {
             return drop(held.block);
         }
-        let court = Arc::clone(self.court);
+        let checker = Arc::clone(self.checker);
         std::thread::scope(|threads| {
             threads.spawn(move || {
-                court.enter();
+                checker.enter();
                 drop(held.block);
-                Court::leave();
+                Checker::leave();
             });
         });
     }
@@ -215,14 +215,14 @@ impl Scene<'_> {
             Err(Error::GraphPool(_)) => return Ok(()),
             Err(error) => return self.refused("a pool did not come back", &error),
         };
-        let mut law = self.court.law();
+        let mut tracker = self.checker.tracker();
         for block in &restored.ceased {
-            law.freed(*block);
+            tracker.freed(*block);
         }
         for block in &restored.revived {
-            law.revived(it.number, block.ptr(), block.requested() as u64);
+            tracker.revived(it.number, block.ptr(), block.requested() as u64);
         }
-        drop(law);
+        drop(tracker);
         let held = std::mem::take(&mut self.held).into_iter();
         let (lost, kept) = held.partition(|held| restored.ceased.contains(&held.block.ptr()));
         self.held = kept;
@@ -264,14 +264,14 @@ impl Scene<'_> {
             return Ok(());
         };
         let number = [Some(self.groups[group].number)];
-        self.court.law().sleeps(&number);
+        self.checker.tracker().sleeps(&number);
         let select = Select::Pool(self.pool(group));
         // SAFETY: nobody gives a device work that uses the memory until it is back.
         let result = unsafe { self.allocator.suspend(select, keep) };
         let asleep = self.allocator.is_suspended(select).map_err(text)?;
         self.groups[group].asleep = asleep;
         if !asleep {
-            self.court.law().wakes(&number);
+            self.checker.tracker().wakes(&number);
         }
         match result {
             Ok(_) | Err(Error::Capturing { .. }) => Ok(()),
@@ -303,7 +303,7 @@ impl Scene<'_> {
     }
 
     fn suspend_all(&mut self, keep: Contents) -> Done {
-        self.court.law().sleeps(&self.everything());
+        self.checker.tracker().sleeps(&self.everything());
         // SAFETY: as above.
         let result = unsafe { self.allocator.suspend(Select::Allocator, keep) };
         self.away = self
@@ -314,7 +314,7 @@ impl Scene<'_> {
             group.asleep = self.away;
         }
         if !self.away {
-            self.court.law().wakes(&self.everything());
+            self.checker.tracker().wakes(&self.everything());
         }
         match result {
             Ok(_) | Err(Error::Capturing { .. }) => Ok(()),
@@ -338,7 +338,7 @@ impl Scene<'_> {
             Ok(_) => {}
             Err(error) => return self.refused("memory did not come back", &error),
         }
-        self.court.law().wakes(&back);
+        self.checker.tracker().wakes(&back);
         for group in &mut self.groups {
             group.asleep &= !back.contains(&Some(group.number));
         }

@@ -137,14 +137,16 @@ impl World {
             return Ok(());
         }
         self.sim.complete_all();
-        self.court.law().context_destroyed(self.places[place].raw);
+        self.checker
+            .tracker()
+            .context_destroyed(self.places[place].raw);
         self.sim
             .destroy_context(self.places[place].raw as CUcontext);
         self.places[place].alive = false;
         // The program's own call.
-        self.court.fail(None);
+        self.checker.fail(None);
         let added = self.add_context(0).map_err(|e| e.to_string());
-        self.court.fail(self.setup.fault);
+        self.checker.fail(self.setup.fault);
         added
     }
 

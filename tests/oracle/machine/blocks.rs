@@ -6,8 +6,8 @@ use cualloc::error::InvalidArgument;
 use cualloc::{Block, Error, Policy};
 
 use super::{Done, Handle, Held, Machine, text};
-use crate::court::ranges::Position;
-use crate::court::table::Court;
+use crate::checker::ranges::Position;
+use crate::checker::table::Checker;
 use crate::program::{Bad, Want};
 
 impl Machine<'_> {
@@ -93,11 +93,11 @@ impl Machine<'_> {
         }
         self.late(Some((ptr, ptr + size)));
         let owner = self.lanes[at].number;
-        let mut law = self.court.law();
-        law.handed_out(ptr, size, owner);
-        law.take_verdict().map_or(Ok(()), Err)?;
-        let (view, writer) = (law.in_view(ptr), law.position(owner));
-        drop(law);
+        let mut tracker = self.checker.tracker();
+        tracker.handed_out(ptr, size, owner);
+        tracker.take_violation().map_or(Ok(()), Err)?;
+        let (view, writer) = (tracker.in_view(ptr), tracker.position(owner));
+        drop(tracker);
         self.in_views += u64::from(view);
         self.summary.in_views += u64::from(view);
         self.blocks.push(Held {
@@ -139,7 +139,7 @@ impl Machine<'_> {
         // What small blocks need is made by giving other memory back, which a view in use prevents;
         // larger ones may be stitched of it.
         let small = self.setup.policy == Policy::Packed && span <= 64 << 10;
-        let idle = self.court.law().idle_bytes(small || !stitched);
+        let idle = self.checker.tracker().idle_bytes(small || !stitched);
         let idle = idle.saturating_sub(self.other.cached() + self.lost);
         if small && oom.largest_free >= span {
             return Err(format!("{oom} although an extent is large enough"));
@@ -207,13 +207,13 @@ impl Machine<'_> {
         };
         let mut held = self.blocks.swap_remove(at);
         // The free itself may submit a marker, which is no use of the block.
-        let uses = uses_of(&self.court, &held);
+        let uses = uses_of(&self.checker, &held);
         match held.block.take() {
             Some(block) if drop_it => {
                 drop(block);
                 if self.armed && self.alloc.usable_size(held.ptr).is_some() {
                     // The program is done with it, whenever the allocator is.
-                    self.court.law().freed_after(held.ptr, &uses);
+                    self.checker.tracker().freed_after(held.ptr, &uses);
                     self.deferred.push(held);
                     return Ok(());
                 }
@@ -237,7 +237,7 @@ impl Machine<'_> {
                 }
             }
         }
-        self.court.law().freed_after(held.ptr, &uses);
+        self.checker.tracker().freed_after(held.ptr, &uses);
         self.settle(&held);
         Ok(())
     }
@@ -312,11 +312,12 @@ impl Machine<'_> {
 }
 
 /// The positions until which streams may use a block that is freed now.
-pub(super) fn uses_of(court: &Court, held: &Held) -> Vec<Position> {
-    let law = court.law();
+pub(super) fn uses_of(checker: &Checker, held: &Held) -> Vec<Position> {
+    let tracker = checker.tracker();
     let recorded = held.recorded.iter();
-    let recorded = recorded.map(|(stream, until)| until.unwrap_or_else(|| law.position(*stream)));
-    std::iter::once(law.position(held.owner))
+    let recorded =
+        recorded.map(|(stream, until)| until.unwrap_or_else(|| tracker.position(*stream)));
+    std::iter::once(tracker.position(held.owner))
         .chain(recorded)
         .collect()
 }

@@ -17,9 +17,9 @@ use cualloc::driver::{Context, Driver, DriverError, Entered, Event};
 use cualloc::sim::{Mode, SimConfig, Simulator};
 use cualloc::{Allocator, Block, Config, Error, Policy, Stats};
 
+use super::checker::ranges::Position;
+use super::checker::table::{Checker, install, own};
 use super::common::shrink::{Failure, guarded};
-use super::court::ranges::Position;
-use super::court::table::{Court, install, own};
 use super::program::Setup;
 use spares::Spares;
 use streams::{Handle, Lane, destroy_raw};
@@ -91,7 +91,7 @@ struct Figures {
 
 pub struct Machine<'a> {
     sim: &'a Simulator,
-    court: Arc<Court>,
+    checker: Arc<Checker>,
     setup: &'a Setup,
     context: Context,
     alloc: Allocator,
@@ -131,7 +131,7 @@ pub fn attempt<S>(
 ) -> Result<Summary, Failure> {
     let mut at = 0;
     let result = guarded(|| run(setup, steps, act, check_every, &mut at));
-    Court::leave();
+    Checker::leave();
     result.map_err(|what| Failure { step: at, what })
 }
 
@@ -160,9 +160,9 @@ fn run<S>(
         *at += 1;
     }
     machine.finish()?;
-    let (summary, court) = (machine.summary, Arc::clone(&machine.court));
+    let (summary, checker) = (machine.summary, Arc::clone(&machine.checker));
     drop(std::mem::ManuallyDrop::into_inner(machine));
-    let leaks = court.unexplained(sim.leaks());
+    let leaks = checker.unexplained(sim.leaks());
     if !leaks.is_empty() {
         return Err(format!("leaks: {leaks:?}"));
     }
@@ -226,8 +226,8 @@ fn config(setup: &Setup) -> Config {
 
 impl<'a> Machine<'a> {
     fn new(sim: &'a Simulator, setup: &'a Setup) -> Done<Self> {
-        let court = Court::new(sim.functions(), 1);
-        court.enter();
+        let checker = Checker::new(sim.functions(), 1);
+        checker.enter();
         // SAFETY: the simulator's functions, behind ones of the same types.
         let driver = unsafe { Driver::from_functions(install(sim.functions())) }.map_err(text)?;
         let device = driver.device(0).map_err(text)?;
@@ -235,7 +235,7 @@ impl<'a> Machine<'a> {
         let alloc = Allocator::with_config(&context, config(setup)).map_err(text)?;
         let mut machine = Machine {
             sim,
-            court,
+            checker,
             setup,
             context,
             alloc,
@@ -265,7 +265,7 @@ impl<'a> Machine<'a> {
                 let context = machine.context.raw() as usize;
                 machine.lanes.push(Lane {
                     handle: Handle::Special(std::ptr::without_provenance_mut(raw)),
-                    number: machine.court.law().default_of(context, raw == 2),
+                    number: machine.checker.tracker().default_of(context, raw == 2),
                     kept: false,
                 });
             }
@@ -279,7 +279,7 @@ impl<'a> Machine<'a> {
     }
 
     fn position(&self, stream: usize) -> Position {
-        self.court.law().position(stream)
+        self.checker.tracker().position(stream)
     }
 
     fn block(&self, pick: u32) -> Option<usize> {
@@ -295,7 +295,7 @@ impl<'a> Machine<'a> {
 
     /// No call fails any more.
     fn mend(&mut self) {
-        self.court.fail(None);
+        self.checker.fail(None);
         self.armed = false;
     }
 
@@ -344,10 +344,10 @@ impl<'a> Machine<'a> {
     fn judge(&mut self, thorough: bool) -> Done {
         self.late(None);
         first_report(self.sim)?;
-        let mut law = self.court.law();
-        law.take_verdict().map_or(Ok(()), Err)?;
-        let evicted = std::mem::take(&mut law.views_unmapped);
-        drop(law);
+        let mut tracker = self.checker.tracker();
+        tracker.take_violation().map_or(Ok(()), Err)?;
+        let evicted = std::mem::take(&mut tracker.views_unmapped);
+        drop(tracker);
         self.summary.evictions += evicted;
         if self.in_views > 0 {
             self.summary.evictions_beside += evicted;
@@ -372,7 +372,7 @@ impl<'a> Machine<'a> {
     fn compare(&mut self, stats: &Stats) -> Done {
         let all = &stats.all;
         let in_use = self.sim.memory_in_use(0) - self.other.reserved();
-        let memory = self.court.lost_memory();
+        let memory = self.checker.lost_memory();
         if memory > std::mem::replace(&mut self.lost_objects, memory) {
             // Of the calls since, some may have left memory behind.
             self.lost = self.lost.max(in_use.saturating_sub(all.reserved.current));

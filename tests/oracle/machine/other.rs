@@ -51,7 +51,7 @@ impl Machine<'_> {
             Err(error) => return self.tolerate(Err::<(), _>(error)).map(drop),
         };
         let ptr = block.ptr();
-        self.court.law().handed_out(ptr, block.size(), number);
+        self.checker.tracker().handed_out(ptr, block.size(), number);
         self.other.blocks.push((block, number));
         // SAFETY: the block and the stream are alive; nobody else uses the block.
         self.own(|entered| unsafe { entered.memset_d8(ptr, 3, bytes, stream.raw()) })
@@ -62,7 +62,7 @@ impl Machine<'_> {
         let (ptr, last) = (block.ptr(), self.position(number));
         match block.free() {
             Ok(()) => {
-                self.court.law().freed_after(ptr, &[last]);
+                self.checker.tracker().freed_after(ptr, &[last]);
                 Ok(())
             }
             Err(refused) => {

@@ -102,7 +102,7 @@ impl Machine<'_> {
         let (from, bytes) = part_of((ptr, size), part);
         let guard = self.alloc.guard(from, bytes).map_err(text)?;
         self.judge_segments(from, bytes, guard.segments())?;
-        self.court.law().guarded(ptr, size);
+        self.checker.tracker().guarded(ptr, size);
         let block = (ptr, size);
         self.guards.push(Kept { guard, block });
         Ok(())
@@ -116,7 +116,7 @@ impl Machine<'_> {
         let kept = self.guards.swap_remove(at);
         let (ptr, size) = kept.block;
         drop(kept.guard);
-        self.court.law().unguarded(ptr, size);
+        self.checker.tracker().unguarded(ptr, size);
         Ok(())
     }
 
@@ -135,8 +135,8 @@ impl Machine<'_> {
         for segment in segments {
             let named = segment.handle.is_some() == (self.setup.policy == Policy::Packed);
             let inside = segment.offset + segment.bytes <= segment.handle_bytes;
-            let law = self.court.law();
-            let here = law.is_at(segment.address, segment.handle, segment.offset);
+            let tracker = self.checker.tracker();
+            let here = tracker.is_at(segment.address, segment.handle, segment.offset);
             if segment.address != at || segment.bytes == 0 || !named || !inside || !here {
                 return Err(format!("{segment:?} of {from:#x} and {bytes} bytes"));
             }

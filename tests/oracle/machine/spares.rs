@@ -8,7 +8,7 @@ use cualloc::{Allocator, Policy};
 
 use super::blocks::uses_of;
 use super::{Done, Handle, Held, Machine};
-use crate::court::table::court;
+use crate::checker::table::checker;
 use crate::program::Relief;
 
 const NAME: &str = "spares";
@@ -41,7 +41,7 @@ impl Spares {
         let Some(mut held) = first else {
             return 0;
         };
-        let uses = uses_of(&court(), &held);
+        let uses = uses_of(&checker(), &held);
         match held.block.take().map(cualloc::Block::free) {
             Some(Err(refused)) => {
                 held.block = Some(*refused.value);
@@ -49,7 +49,7 @@ impl Spares {
                 0
             }
             _ => {
-                court().law().freed_after(held.ptr, &uses);
+                checker().tracker().freed_after(held.ptr, &uses);
                 let size = held.size;
                 self.with(|lists| lists.spent.push(held));
                 size
@@ -71,11 +71,11 @@ impl Spares {
             Relief::Synchronize => drop(alloc.synchronize()),
             Relief::Allocate => {
                 if let Ok(block) = alloc.allocate(3000, stream) {
-                    let (start, court) = (block.ptr(), court());
-                    court.law().handed_out(start, block.size(), *owner);
-                    let last = court.law().position(*owner);
+                    let (start, checker) = (block.ptr(), checker());
+                    checker.tracker().handed_out(start, block.size(), *owner);
+                    let last = checker.tracker().position(*owner);
                     drop(block);
-                    court.law().freed_after(start, &[last]);
+                    checker.tracker().freed_after(start, &[last]);
                 }
             }
         }

@@ -5,7 +5,7 @@ use cualloc::driver::sys;
 use cualloc::error::StreamMisuse;
 
 use super::{Done, Machine, text};
-use crate::court::table::Fault;
+use crate::checker::table::Fault;
 use crate::program::{Act, Bad, Relief, Step, failing};
 use crate::rng::Rng;
 
@@ -157,7 +157,7 @@ impl Machine<'_> {
                     sys::CUresult::CUDA_ERROR_INVALID_VALUE,
                     sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
                 ];
-                self.court.fail(Some(Fault {
+                self.checker.fail(Some(Fault {
                     name: failing(rng),
                     permille: rng.pick(&[50, 200, 1000]),
                     code: rng.pick(&codes),

@@ -15,7 +15,7 @@ pub(super) enum Handle {
 
 pub(super) struct Lane {
     pub handle: Handle,
-    /// Its number in the judge's law.
+    /// Its number in the judge's tracker.
     pub number: usize,
     /// Whether the allocator keeps the stream alive.
     pub kept: bool,
@@ -67,7 +67,7 @@ impl Machine<'_> {
             number: 0,
             kept: false,
         };
-        lane.number = self.court.law().number(lane.raw());
+        lane.number = self.checker.tracker().number(lane.raw());
         self.lanes.push(lane);
         Ok(())
     }
@@ -88,7 +88,7 @@ impl Machine<'_> {
             entered.record(&event, raw)?;
             Ok(event)
         })?;
-        self.court.law().left(number);
+        self.checker.tracker().left(number);
         let named = |b: &Held| b.owner == number || b.recorded.iter().any(|r| r.0 == number);
         let needed = matches!(self.lanes[at].handle, Handle::Raw(_))
             && (!self.setup.stream_ids || self.any_held(named));

@@ -3,12 +3,12 @@
 use cualloc::Error;
 
 use super::{Done, Handle, Lane, Machine, text};
-use crate::court::ranges::Position;
+use crate::checker::ranges::Position;
 
 impl Machine<'_> {
     /// Makes what a stream is given next follow a position.
     pub(super) fn order(&mut self, stream: usize, at: Position) -> Done {
-        if self.court.law().is_ordered(stream, at) {
+        if self.checker.tracker().is_ordered(stream, at) {
             return Ok(());
         }
         let Some(to) = self

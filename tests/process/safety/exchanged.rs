@@ -145,7 +145,7 @@ fn d2_a_threads_own_stream_is_waited_for_from_other_threads() {
 
 /// D2: each of very many resources that keep an order is known apart.
 #[test]
-fn d2_no_block_goes_back_past_the_last_of_many() {
+fn d2_no_block_bypasses_the_last_of_several_layers() {
     let world = World::new(Mode::Instant, false);
     let stream = world.stream();
     let mut all: Vec<Arc<dyn MemoryResource>> = vec![Arc::new(world.allocator.clone())];

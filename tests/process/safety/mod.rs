@@ -59,7 +59,7 @@ impl Drop for World {
 /// D2: what a block was used for is known to the resource that keeps the order of its uses, so it does not
 /// go back past that.
 #[test]
-fn d2_no_block_goes_back_past_who_knows_its_uses() {
+fn d2_no_block_bypasses_the_layer_that_tracks_its_uses() {
     let world = World::new(Mode::Lag(1000), false);
     let (home, other) = (world.stream(), world.stream());
     let ordered = AccessOrdered::new(world.allocator.clone());
@@ -125,7 +125,7 @@ fn d2_small_blocks_do_not_go_past_it_either() {
 
 /// D10: neither side of an exchange has to keep its word for our own memory to be in order.
 #[test]
-fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
+fn d10_reimported_memory_is_ordered_whatever_was_declared() {
     let consumers: [fn(&Stream) -> Peer; 3] = [
         |_| ordered(),
         |other| Peer::starting_on(other),
@@ -155,7 +155,7 @@ fn d10_memory_that_comes_back_is_in_order_whatever_was_said() {
 /// D10: the same of an Arrow array.
 #[cfg(feature = "arrow")]
 #[test]
-fn d10_arrays_that_come_back_are_in_order() {
+fn d10_reimported_arrays_are_ordered() {
     let world = World::new(Mode::Manual, true);
     let (home, other) = (world.stream(), world.stream());
     let column = Tensor::zeroed(&world.allocator, DType::F32, &[1000], &home).unwrap();

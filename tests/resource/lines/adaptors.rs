@@ -12,7 +12,7 @@ use crate::common::*;
 
 /// S5.31, S5.32: one record per call with all its fields, in one order.
 #[test]
-fn s5_31_s5_32_records_say_everything() {
+fn s5_31_s5_32_records_are_complete() {
     packed(|rig| {
         let stream = rig.stream();
         let ring = Arc::new(RingSink::default());
@@ -100,7 +100,7 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
 /// A use whose end cannot be marked: the call says so, and the last fill comes after whatever the stream was given until
 /// the block is freed. Where even that cannot be marked the block is not taken back.
 #[test]
-fn poison_comes_after_uses_that_could_not_be_recorded() {
+fn poison_is_ordered_after_uses_that_could_not_be_recorded() {
     each(|rig| {
         let Some(sim) = rig.sim() else { return };
         let [a, b] = rig.streams();

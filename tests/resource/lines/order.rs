@@ -124,7 +124,7 @@ fn s5_24_s5_60_failed_deallocation_returns_the_block() {
 
 /// R2: work is there, whatever the driver says to a question about its stream.
 #[test]
-fn r2_a_use_counts_although_its_stream_cannot_be_asked() {
+fn r2_a_use_counts_although_its_stream_cannot_be_queried() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         sim.set_mode(Mode::Manual);

@@ -87,7 +87,7 @@ fn s5_28_s5_29_budget_is_exact_and_reaps_once() {
 
 /// S5.30: only what leaves the inner resource is released, and an unknown block is nothing.
 #[test]
-fn s5_30_budget_follows_what_really_left() {
+fn s5_30_budget_follows_actual_frees() {
     packed(|rig| {
         let stream = rig.stream();
         let direct = Budget::new(CudaMemory::new(&rig.context), Some(4096));
@@ -115,7 +115,7 @@ fn s5_30_budget_follows_what_really_left() {
 
 /// S5.56: a reap that waits for a stream holds nobody up.
 #[test]
-fn s5_56_reap_holds_nobody_up() {
+fn s5_56_reap_blocks_no_thread() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [a, b] = rig.streams();

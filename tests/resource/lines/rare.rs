@@ -115,7 +115,7 @@ fn a_threads_own_stream_is_waited_for_by_an_event() {
 
 /// Another thread's stream cannot be filled on: its work is waited for, and so is the fill.
 #[test]
-fn a_probe_frees_what_is_of_another_threads_stream() {
+fn a_probe_frees_blocks_of_another_threads_stream() {
     packed(|rig| {
         let Some(sim) = rig.sim() else { return };
         let allocator = rig.allocator();
@@ -217,7 +217,7 @@ fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
 /// On the thread of the use its handle means that stream still: no wait for the whole context, which
 /// would spoil what captures there.
 #[test]
-fn a_stream_that_could_not_be_asked_is_waited_for_by_an_event() {
+fn a_stream_that_could_not_be_queried_is_waited_for_by_an_event() {
     packed(|rig| {
         let resource = asynchronous(rig);
         let [home, other] = rig.streams();

@@ -273,7 +273,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn stretches_that_share_a_place_are_told_apart() {
+    fn stretches_that_share_a_place_are_distinguished() {
         let table = PageTable::new(1);
         let cache = |rank| -> &'static StreamCache { Box::leak(Box::new(StreamCache::new(rank))) };
         let at = 0x20_0000_0000 + 3 * PAGE;

@@ -99,7 +99,7 @@ fn r61_few_runs_are_kept() {
 
 /// R24: a stopped stream cache merges everything, and leaves each free to a caller with the heap.
 #[test]
-fn r24_a_stopped_cache_takes_no_block_back_at_once() {
+fn r24_a_stopped_cache_caches_no_freed_block() {
     let (mut inner, request) = (inner(1), small(3, 1500));
     let [first, second] = [(); 2].map(|()| inner.take_anywhere(OWNER, request).unwrap());
     let life = |generation| Life::Generation(generation);
@@ -134,7 +134,7 @@ fn r24_a_stopped_cache_takes_no_block_back_at_once() {
 /// S1.13: a block without room among the quick runs is merged, but only if it still has its generation, and only if no
 /// other stream uses it.
 #[test]
-fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
+fn s1_13_a_block_is_merged_once_and_only_without_other_users() {
     let mut inner = inner(1);
     let block = taken(&mut inner, small(3, 1500));
     let generation = block.generation;
@@ -153,7 +153,7 @@ fn s1_13_a_block_is_merged_once_and_when_it_is_nobody_elses() {
 /// S1.13: once the heap has the recorded uses of a block, no other thread can record a use there without the heap, or
 /// free the block.
 #[test]
-fn s1_13_what_is_noted_is_left_to_the_heap_in_one_step() {
+fn s1_13_held_back_blocks_reach_the_heap_in_one_step() {
     let mut inner = inner(1);
     let Some(one) = Using::one(3) else {
         panic!("a slot's number is short");

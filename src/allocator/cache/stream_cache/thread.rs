@@ -299,7 +299,7 @@ mod tests {
 
     /// There are more handles than recent entries; the handle used last is the first.
     #[test]
-    fn each_handle_finds_what_was_used_for_it_last() {
+    fn each_handle_finds_its_last_line() {
         let known = caches::<9>();
         assert!(lasting(0x1234_0000).is_none());
         for (raw, cache) in known.iter().chain(known.iter().rev()) {
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_are_asked_for_are_those_of_the_lists() {
+    fn requested_lines_are_those_of_the_lists() {
         let [(_, cache)] = caches();
         let inner = cache.lock();
         for granules in [1, 8, 128] {
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_is_found_by_no_name() {
+    fn forgotten_lines_are_not_found() {
         let known = caches::<6>();
         // One handle with a recent entry, and one without.
         for at in [4, 0] {

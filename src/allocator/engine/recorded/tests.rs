@@ -9,7 +9,7 @@ use crate::record::{self, Action, Recording};
 use crate::sim::{SimConfig, Simulator};
 
 #[test]
-fn a_variable_says_how_often_stacks_are_taken() {
+fn a_variable_sets_how_often_stacks_are_sampled() {
     assert_eq!(stacks("run.rec"), Some((0, "run.rec")));
     assert_eq!(stacks("stacks:512K:ring:a"), Some((512 << 10, "ring:a")));
     for bad in [
@@ -58,16 +58,19 @@ fn rings_end_with_their_recording() {
     running.stop();
     drop(Running::begin(Target::Memory, 0).unwrap());
     #[cfg(target_os = "linux")]
-    who_is_refused_has_replaced_no_file();
+    a_refused_recording_replaces_no_file();
 }
 
 /// Streams whose slots have more than 16 bits. The test has its own process, because a recording covers the whole
 /// process.
 #[test]
-fn streams_without_a_number_are_told_apart() {
+fn streams_without_a_number_are_distinguished() {
     const ALONE: &str = "TEST_IS_ALONE";
     if std::env::var_os(ALONE).is_none() {
-        let name = concat!(module_path!(), "::streams_without_a_number_are_told_apart");
+        let name = concat!(
+            module_path!(),
+            "::streams_without_a_number_are_distinguished"
+        );
         let (_, name) = name.split_once("::").unwrap();
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         let ended = command.args(["--exact", name]).env(ALONE, "1").output();
@@ -142,7 +145,7 @@ fn streams_without_a_number_are_told_apart() {
 /// While a recording ends on another thread, beginning another one is refused and leaves its file untouched. This
 /// is no separate test, because a process has only one recording.
 #[cfg(target_os = "linux")]
-fn who_is_refused_has_replaced_no_file() {
+fn a_refused_recording_replaces_no_file() {
     use std::os::unix::fs::MetadataExt;
     let path = std::env::temp_dir().join(format!("refused-{}.rec", std::process::id()));
     let running = Running::begin(Target::Mapped(&path), 0).unwrap();

@@ -127,7 +127,7 @@ fn addresses_without_memory_serve_again() {
 }
 
 #[test]
-fn what_was_not_given_back_is_tried_again() {
+fn failed_releases_are_repeated() {
     let (mut arena, mut left) = (arena(), arena());
     let place = block(&mut left, 2 * GRANULES, false);
     free(&mut left, &place);
@@ -171,7 +171,7 @@ fn pieces_join_where_they_are_the_same_to_everybody() {
 
 /// The outer parts of a piece from whose middle a block is taken keep the piece's uses.
 #[test]
-fn what_is_left_of_a_piece_on_both_sides_is_used_as_it_was() {
+fn remainders_on_both_sides_of_a_piece_keep_its_uses() {
     let mut arena = arena();
     let whole = block(&mut arena, 6, false);
     let home = whole.parts[0].home;

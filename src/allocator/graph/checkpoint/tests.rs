@@ -30,7 +30,7 @@ fn block(addr: u64, id: u32, owner: u64) -> (u64, Live) {
 
 /// In each state, a place has no block or one of two; the test covers all combinations.
 #[test]
-fn blocks_cease_and_come_back_where_they_differ() {
+fn blocks_cease_and_revive_where_they_differ() {
     for case in 0..9u32.pow(PLACES) {
         let mut graphs = Graphs::default();
         let id = graphs.add_pool();

@@ -2,9 +2,9 @@
 
 use cualloc::driver::sys::*;
 
-use super::{Handle, Law, Mapping, SPAN, covers};
+use super::{Handle, Mapping, SPAN, Tracker, covers};
 
-impl Law {
+impl Tracker {
     pub(super) fn memory(&mut self) -> u64 {
         self.memories += 1;
         self.memories * SPAN

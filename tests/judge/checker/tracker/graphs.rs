@@ -3,12 +3,12 @@
 
 use cualloc::driver::sys::*;
 
-use super::sheet::{Sheet, Touch};
-use super::{Clock, Law, merge};
+use super::node_order::{NodeOrder, Touch};
+use super::{Clock, Tracker, merge};
 
 #[derive(Clone, Default)]
 pub(super) struct Graph {
-    pub sheet: Sheet,
+    pub order: NodeOrder,
     /// Its claims.
     pub claims: Vec<u64>,
     /// User objects that it holds.
@@ -32,7 +32,7 @@ pub(super) struct Object {
     launches: Vec<Clock>,
 }
 
-impl Law {
+impl Tracker {
     pub fn graph(&mut self, graph: CUgraph) {
         self.graphs.insert(graph as u64, Graph::default());
     }
@@ -40,7 +40,7 @@ impl Law {
     pub fn graph_cloned(&mut self, clone: CUgraph, of: CUgraph) {
         let mut graph = self.graphs.get(&(of as u64)).cloned().unwrap_or_default();
         // Its nodes have handles of their own.
-        graph.sheet.handles.clear();
+        graph.order.handles.clear();
         self.held(&graph.claims);
         self.graphs.insert(clone as u64, graph);
     }
@@ -53,10 +53,10 @@ impl Law {
             let physical = self.parts(start, start + bytes);
             parts.extend(physical.iter().map(|(s, e, p)| (*p, p + (e - s))));
         }
-        let sheet = &mut self.graphs.entry(graph as u64).or_default().sheet;
+        let order = &mut self.graphs.entry(graph as u64).or_default().order;
         let on: Vec<(u64, bool)> = on.iter().map(|node| (*node, true)).collect();
-        let number = sheet.add(&sheet.links(&on), None, touches, &parts);
-        sheet.handles.insert(node as u64, number);
+        let number = order.add(&order.links(&on), None, touches, &parts);
+        order.handles.insert(node as u64, number);
     }
 
     pub fn graph_destroyed(&mut self, graph: CUgraph) {
@@ -84,7 +84,7 @@ impl Law {
     fn exec_of(&mut self, graph: CUgraph) -> Exec {
         let graph = graph as u64;
         let known = self.graphs.get(&graph);
-        let nodes = known.into_iter().flat_map(|known| &known.sheet.nodes);
+        let nodes = known.into_iter().flat_map(|known| &known.order.nodes);
         let touches = nodes
             .flat_map(|node| node.touches.iter().copied())
             .collect();

@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use cualloc::driver::sys::*;
 
 use super::claims::Claim;
-use super::sheet::{Hand, Link, Sheet, Touch};
-use super::{Law, Stamp};
+use super::node_order::{Hand, Link, NodeOrder, Touch};
+use super::{Stamp, Tracker};
 
 /// Handles of graphs that nobody has shown yet.
 const UNSEEN: u64 = 1 << 62;
@@ -53,7 +53,7 @@ fn ask(real: &CuFunctions, stream: CUstream) -> Option<(u64, Option<u64>)> {
     Some((graph as u64, node))
 }
 
-impl Law {
+impl Tracker {
     /// A capture begins, in a new graph, or in one that is there behind some of its nodes.
     pub fn captures(&mut self, stream: CUstream, into: Option<(CUgraph, Vec<(u64, bool)>)>) {
         let lane = self.number(stream);
@@ -69,7 +69,7 @@ impl Law {
         };
         let entry = self.graphs.entry(graph).or_default();
         entry.claims.push(capture);
-        let present = entry.sheet.links(&behind);
+        let present = entry.order.links(&behind);
         // Both the graph and the capture may touch what it gets.
         self.claims.insert(capture, Claim::new(graph, 2));
         let member = Member {
@@ -135,8 +135,8 @@ impl Law {
         };
         let member = under_way.members.entry(lane).or_default();
         let hand = Some((capture, lane, member.stretch));
-        let sheet = &mut self.graphs.entry(under_way.graph).or_default().sheet;
-        let node = sheet.add(&member.present, hand, touches, &parts);
+        let order = &mut self.graphs.entry(under_way.graph).or_default().order;
+        let node = order.add(&member.present, hand, touches, &parts);
         member.present = vec![Link { node, whole: true }];
         if let Some((_, Some(handle))) = ask(&self.real, stream) {
             self.named(stream, handle);
@@ -152,7 +152,7 @@ impl Law {
         if let Some(Link { node, .. }) = present.first().copied()
             && let Some(graph) = self.graphs.get_mut(&graph)
         {
-            graph.sheet.handles.insert(handle, node);
+            graph.order.handles.insert(handle, node);
         }
     }
 
@@ -214,12 +214,12 @@ impl Law {
         let Some(graph) = self.graphs.get(&graph) else {
             return;
         };
-        let mut new = graph.sheet.links(on);
+        let mut new = graph.order.links(on);
         let mut back = false;
         if as_well {
-            new.extend(old.iter().filter(|link| !on_list(on, &graph.sheet, link)));
+            new.extend(old.iter().filter(|link| !on_list(on, &graph.order, link)));
         } else {
-            back = !Sheet::have_begun(&graph.sheet.past(&new), &old);
+            back = !NodeOrder::have_begun(&graph.order.past(&new), &old);
         }
         let capture = self.lanes[lane].capture.unwrap_or(0);
         let under_way = self.captures.get_mut(&capture);
@@ -230,11 +230,11 @@ impl Law {
     }
 }
 
-fn on_list(list: &[(u64, bool)], sheet: &Sheet, link: &Link) -> bool {
-    sheet.links(list).contains(link)
+fn on_list(list: &[(u64, bool)], order: &NodeOrder, link: &Link) -> bool {
+    order.links(list).contains(link)
 }
 
-impl Sheet {
+impl NodeOrder {
     /// Dependencies by the handles of nodes. Those of nodes that were never seen order nothing.
     pub(super) fn links(&self, on: &[(u64, bool)]) -> Vec<Link> {
         let known = |(handle, whole): &(u64, bool)| {

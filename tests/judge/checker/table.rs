@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cualloc::driver::sys::*;
 use cualloc::sim::Leaks;
 
-use super::law::{Law, Request};
+use super::tracker::{Request, Tracker};
 use crate::common::{lost, rng::Rng};
 
 /// Calls of a name, or of any if it is empty, that fail now and then.
@@ -27,8 +27,8 @@ pub struct Fault {
 }
 
 /// The judge of one program.
-pub struct Court {
-    law: Mutex<Law>,
+pub struct Checker {
+    tracker: Mutex<Tracker>,
     real: CuFunctions,
     order: Mutex<()>,
     fault: Mutex<Option<Fault>>,
@@ -51,7 +51,7 @@ struct Interlude {
 }
 
 thread_local! {
-    static COURT: RefCell<Option<Arc<Court>>> = const { RefCell::new(None) };
+    static CHECKER: RefCell<Option<Arc<Checker>>> = const { RefCell::new(None) };
     /// The program's own calls, not those of the allocator.
     static OWN: Cell<bool> = const { Cell::new(false) };
     static INSIDE: Cell<bool> = const { Cell::new(false) };
@@ -60,18 +60,18 @@ thread_local! {
 }
 
 /// The judge of the calling thread.
-fn judge() -> Option<Arc<Court>> {
-    COURT.try_with(|court| court.borrow().clone()).ok()?
+fn judge() -> Option<Arc<Checker>> {
+    CHECKER.try_with(|checker| checker.borrow().clone()).ok()?
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Court {
-    pub fn new(real: CuFunctions, seed: u64) -> Arc<Court> {
-        Arc::new(Court {
-            law: Mutex::new(Law::new(real)),
+impl Checker {
+    pub fn new(real: CuFunctions, seed: u64) -> Arc<Checker> {
+        Arc::new(Checker {
+            tracker: Mutex::new(Tracker::new(real)),
             real,
             order: Mutex::new(()),
             fault: Mutex::new(None),
@@ -84,17 +84,17 @@ impl Court {
     }
 
     /// Makes it the judge of this thread's calls.
-    pub fn enter(self: &Arc<Court>) {
-        COURT.set(Some(Arc::clone(self)));
+    pub fn enter(self: &Arc<Checker>) {
+        CHECKER.set(Some(Arc::clone(self)));
     }
 
     pub fn leave() {
-        COURT.set(None);
+        CHECKER.set(None);
         NEXT.set(None);
     }
 
-    pub fn law(&self) -> MutexGuard<'_, Law> {
-        locked(&self.law)
+    pub fn tracker(&self) -> MutexGuard<'_, Tracker> {
+        locked(&self.tracker)
     }
 
     /// Has calls fail from now on, or none.
@@ -148,13 +148,13 @@ fn observes(name: &str) -> bool {
 }
 
 /// The judge of this thread.
-pub fn court() -> Arc<Court> {
-    COURT.with_borrow(Clone::clone).expect("a judged thread")
+pub fn checker() -> Arc<Checker> {
+    CHECKER.with_borrow(Clone::clone).expect("a judged thread")
 }
 
 /// Makes calls that are the program's own: they do not fail, and nothing happens inside them.
 pub fn own<T>(act: impl FnOnce(&CuFunctions) -> T) -> T {
-    let table = install(court().real);
+    let table = install(checker().real);
     let before = OWN.replace(true);
     let result = act(&table);
     OWN.set(before);
@@ -174,7 +174,7 @@ pub fn inside(name: &'static str, after: bool, skip: u32, act: impl FnOnce() + '
 
 /// Makes a request of the allocator whose waits are judged, unless something else happens inside its calls.
 pub fn requesting<T>(request: Request, act: impl FnOnce() -> T) -> T {
-    let quiet = NEXT.with_borrow(Option::is_none) && !court().is_failing();
+    let quiet = NEXT.with_borrow(Option::is_none) && !checker().is_failing();
     REQUEST.set(quiet.then_some(request));
     let result = act();
     REQUEST.set(None);
@@ -190,13 +190,13 @@ fn grows(bytes: usize) {
 }
 
 /// A stream waits for an event.
-fn waits(law: &mut Law, stream: CUstream, event: CUevent) {
+fn waits(tracker: &mut Tracker, stream: CUstream, event: CUevent) {
     if let Some(request) = REQUEST.get()
         && !OWN.get()
     {
-        law.judge_wait(stream, event, &request);
+        tracker.judge_wait(stream, event, &request);
     }
-    law.waits(stream, event);
+    tracker.waits(stream, event);
 }
 
 /// Whatever was to be done inside a call is not.
@@ -225,15 +225,15 @@ fn interlude(name: &str, after: bool) {
 fn pass(
     name: &'static str,
     call: impl FnOnce(&CuFunctions) -> CUresult,
-    note: impl FnOnce(&mut Law),
+    note: impl FnOnce(&mut Tracker),
 ) -> CUresult {
-    let Some(court) = judge() else {
+    let Some(checker) = judge() else {
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
-    court.calls.fetch_add(1, Ordering::Relaxed);
+    checker.calls.fetch_add(1, Ordering::Relaxed);
     interlude(name, false);
-    let fault = match !OWN.get() && court.is_failing() {
-        true => court.fault_of(name),
+    let fault = match !OWN.get() && checker.is_failing() {
+        true => checker.fault_of(name),
         false => None,
     };
     if let Some(refused) = fault.filter(|fault| !fault.executed) {
@@ -241,12 +241,12 @@ fn pass(
     }
     let nested = INSIDE.replace(true);
     // A callback inside a call may call again.
-    let order = (!nested).then(|| locked(&court.order));
-    let code = call(&court.real);
+    let order = (!nested).then(|| locked(&checker.order));
+    let code = call(&checker.real);
     // The end of a spoilt capture is an end.
     let ended = code == CUresult::CUDA_SUCCESS || name == "cuStreamEndCapture";
     if ended && !(fault.is_some() && observes(name)) {
-        note(&mut court.law());
+        note(&mut checker.tracker());
     }
     drop(order);
     INSIDE.set(nested);
@@ -259,10 +259,10 @@ macro_rules! table {
         $(#[allow(non_snake_case, clippy::too_many_arguments)]
         unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
             // SAFETY: the caller's arguments, to the function whose name this is.
-            pass(stringify!($name), |real| unsafe { real.$name.unwrap()($($argument),*) }, |_law| {
+            pass(stringify!($name), |real| unsafe { real.$name.unwrap()($($argument),*) }, |_tracker| {
                 $(
-                    let note: &dyn Fn(&mut Law) = &$note;
-                    note(_law);
+                    let note: &dyn Fn(&mut Tracker) = &$note;
+                    note(_tracker);
                 )?
             })
         })*
@@ -312,7 +312,7 @@ const ADD: c_uint = CUstreamUpdateCaptureDependencies_flags::CU_STREAM_ADD_CAPTU
 
 /// What the driver is to call at the end of a user object.
 struct Over {
-    court: Arc<Court>,
+    checker: Arc<Checker>,
     token: u64,
     then: CUhostFn,
     data: *mut c_void,
@@ -321,12 +321,12 @@ struct Over {
 unsafe extern "C" fn over(object: *mut c_void) {
     // SAFETY: made for the one object whose function this is.
     let Over {
-        court,
+        checker,
         token,
         then,
         data,
     } = *unsafe { Box::from_raw(object.cast::<Over>()) };
-    court.law().object_over(token);
+    checker.tracker().object_over(token);
     if let Some(then) = then {
         // SAFETY: the creator's own function and data, once.
         unsafe { then(data) };
@@ -343,11 +343,11 @@ unsafe extern "C" fn create_object(
 ) -> CUresult {
     static TOKENS: AtomicU64 = AtomicU64::new(1);
     let token = TOKENS.fetch_add(1, Ordering::Relaxed);
-    let Some(court) = judge() else {
+    let Some(checker) = judge() else {
         return CUresult::CUDA_ERROR_DEINITIALIZED;
     };
     let own = Box::into_raw(Box::new(Over {
-        court,
+        checker,
         token,
         then,
         data,
@@ -367,8 +367,8 @@ unsafe extern "C" fn create_object(
         made.set(code == CUresult::CUDA_SUCCESS);
         code
     };
-    let code = pass("cuUserObjectCreate", create, |law| {
-        law.object(read(object), token);
+    let code = pass("cuUserObjectCreate", create, |tracker| {
+        tracker.object(read(object), token);
     });
     if !made.get() {
         // SAFETY: nobody has it.
@@ -381,118 +381,118 @@ table! {
     cuCtxGetCurrent(a: *mut CUcontext);
     cuCtxSetCurrent(a: CUcontext);
     cuCtxGetDevice(a: *mut CUdevice);
-    cuCtxSynchronize() => |law| law.context_done();
+    cuCtxSynchronize() => |tracker| tracker.context_done();
     cuCtxGetId(a: CUcontext, b: *mut c_ulonglong);
-    cuMemAlloc_v2(a: *mut CUdeviceptr, b: usize) => |law| {
+    cuMemAlloc_v2(a: *mut CUdeviceptr, b: usize) => |tracker| {
         grows(b);
-        law.segment(read(a), b as u64);
+        tracker.segment(read(a), b as u64);
     };
-    cuMemFree_v2(a: CUdeviceptr) => |law| law.segment_freed(a);
+    cuMemFree_v2(a: CUdeviceptr) => |tracker| tracker.segment_freed(a);
     cuMemGetInfo_v2(a: *mut usize, b: *mut usize);
     cuMemHostAlloc(a: *mut *mut c_void, b: usize, c: c_uint);
     cuMemFreeHost(a: *mut c_void);
     cuMemsetD8Async(a: CUdeviceptr, b: c_uchar, c: usize, d: CUstream)
-        => |law| law.works(d, &[(a, c as u64)]);
+        => |tracker| tracker.works(d, &[(a, c as u64)]);
     cuMemsetD32Async(a: CUdeviceptr, b: c_uint, c: usize, d: CUstream)
-        => |law| law.works(d, &[(a, 4 * c as u64)]);
+        => |tracker| tracker.works(d, &[(a, 4 * c as u64)]);
     cuMemcpyAsync(a: CUdeviceptr, b: CUdeviceptr, c: usize, d: CUstream)
-        => |law| law.works(d, &[(a, c as u64), (b, c as u64)]);
+        => |tracker| tracker.works(d, &[(a, c as u64), (b, c as u64)]);
     cuMemcpyHtoDAsync_v2(a: CUdeviceptr, b: *const c_void, c: usize, d: CUstream)
-        => |law| law.works(d, &[(a, c as u64)]);
+        => |tracker| tracker.works(d, &[(a, c as u64)]);
     cuMemcpyDtoHAsync_v2(a: *mut c_void, b: CUdeviceptr, c: usize, d: CUstream)
-        => |law| law.works(d, &[(b, c as u64)]);
+        => |tracker| tracker.works(d, &[(b, c as u64)]);
     cuMemcpyDtoDAsync_v2(a: CUdeviceptr, b: CUdeviceptr, c: usize, d: CUstream)
-        => |law| law.works(d, &[(a, c as u64), (b, c as u64)]);
+        => |tracker| tracker.works(d, &[(a, c as u64), (b, c as u64)]);
     cuMemcpyPeerAsync(a: CUdeviceptr, b: CUcontext, c: CUdeviceptr, d: CUcontext, e: usize, f: CUstream)
-        => |law| law.works(f, &[(a, e as u64), (c, e as u64)]);
+        => |tracker| tracker.works(f, &[(a, e as u64), (c, e as u64)]);
     cuLaunchKernel(
         f: CUfunction, x: c_uint, y: c_uint, z: c_uint, i: c_uint, j: c_uint, k: c_uint, shared: c_uint,
         stream: CUstream, parameters: *mut *mut c_void, extra: *mut *mut c_void
-    ) => |law| {
-        if law.is_wordy(f) {
+    ) => |tracker| {
+        if tracker.is_wordy(f) {
             // SAFETY: the kernels that are known begin with an address and a number of words.
             let (address, words) = unsafe {
                 (*(*parameters).cast::<u64>(), *(*parameters.add(1)).cast::<u64>())
             };
-            law.works(stream, &[(address, 4 * words)]);
+            tracker.works(stream, &[(address, 4 * words)]);
         } else {
-            law.works(stream, &[]);
+            tracker.works(stream, &[]);
         }
     };
     cuModuleLoadData(a: *mut CUmodule, b: *const c_void);
     cuModuleUnload(a: CUmodule);
-    cuModuleGetFunction(a: *mut CUfunction, b: CUmodule, c: *const c_char) => |law| {
+    cuModuleGetFunction(a: *mut CUfunction, b: CUmodule, c: *const c_char) => |tracker| {
         // SAFETY: the name was good enough for the driver.
         let name = unsafe { std::ffi::CStr::from_ptr(c) };
-        law.function(read(a), name != c"cualloc_spin");
+        tracker.function(read(a), name != c"cualloc_spin");
     };
-    cuStreamCreate(a: *mut CUstream, b: c_uint) => |law| law.created(read(a), b == 0);
+    cuStreamCreate(a: *mut CUstream, b: c_uint) => |tracker| tracker.created(read(a), b == 0);
     cuStreamCreateWithPriority(a: *mut CUstream, b: c_uint, c: c_int)
-        => |law| law.created(read(a), b == 0);
-    cuStreamDestroy_v2(a: CUstream) => |law| law.destroyed(a);
-    cuStreamSynchronize(a: CUstream) => |law| law.stream_done(a);
-    cuStreamQuery(a: CUstream) => |law| law.stream_done(a);
-    cuStreamWaitEvent(a: CUstream, b: CUevent, c: c_uint) => |law| waits(law, a, b);
+        => |tracker| tracker.created(read(a), b == 0);
+    cuStreamDestroy_v2(a: CUstream) => |tracker| tracker.destroyed(a);
+    cuStreamSynchronize(a: CUstream) => |tracker| tracker.stream_done(a);
+    cuStreamQuery(a: CUstream) => |tracker| tracker.stream_done(a);
+    cuStreamWaitEvent(a: CUstream, b: CUevent, c: c_uint) => |tracker| waits(tracker, a, b);
     cuStreamGetCtx(a: CUstream, b: *mut CUcontext);
     cuStreamIsCapturing(a: CUstream, b: *mut CUstreamCaptureStatus);
     cuStreamGetId(a: CUstream, b: *mut c_ulonglong);
     cuStreamGetDevice(a: CUstream, b: *mut CUdevice);
-    cuEventCreate(a: *mut CUevent, b: c_uint) => |law| law.event(read(a));
-    cuEventRecord(a: CUevent, b: CUstream) => |law| law.records(a, b);
-    cuEventQuery(a: CUevent) => |law| law.event_done(a);
-    cuEventSynchronize(a: CUevent) => |law| law.event_done(a);
-    cuEventDestroy_v2(a: CUevent) => |law| law.event_gone(a);
+    cuEventCreate(a: *mut CUevent, b: c_uint) => |tracker| tracker.event(read(a));
+    cuEventRecord(a: CUevent, b: CUstream) => |tracker| tracker.records(a, b);
+    cuEventQuery(a: CUevent) => |tracker| tracker.event_done(a);
+    cuEventSynchronize(a: CUevent) => |tracker| tracker.event_done(a);
+    cuEventDestroy_v2(a: CUevent) => |tracker| tracker.event_gone(a);
     cuThreadExchangeStreamCaptureMode(a: *mut CUstreamCaptureMode);
-    cuStreamBeginCapture_v2(a: CUstream, b: CUstreamCaptureMode) => |law| law.captures(a, None);
+    cuStreamBeginCapture_v2(a: CUstream, b: CUstreamCaptureMode) => |tracker| tracker.captures(a, None);
     cuStreamBeginCaptureToGraph(
         a: CUstream, b: CUgraph, c: *const CUgraphNode, d: *const CUgraphEdgeData, e: usize, f: CUstreamCaptureMode
-    ) => |law| law.captures(a, Some((b, dependencies(c, d, e))));
-    cuStreamEndCapture(a: CUstream, b: *mut CUgraph) => |law| law.captured(a, || read(b));
+    ) => |tracker| tracker.captures(a, Some((b, dependencies(c, d, e))));
+    cuStreamEndCapture(a: CUstream, b: *mut CUgraph) => |tracker| tracker.captured(a, || read(b));
     cuStreamUpdateCaptureDependencies_v2(
         a: CUstream, b: *mut CUgraphNode, c: *const CUgraphEdgeData, d: usize, e: c_uint
-    ) => |law| law.depends(a, &dependencies(b, c, d), e == ADD);
-    cuGraphCreate(a: *mut CUgraph, b: c_uint) => |law| law.graph(read(a));
-    cuGraphDestroy(a: CUgraph) => |law| law.graph_destroyed(a);
-    cuGraphClone(a: *mut CUgraph, b: CUgraph) => |law| law.graph_cloned(read(a), b);
+    ) => |tracker| tracker.depends(a, &dependencies(b, c, d), e == ADD);
+    cuGraphCreate(a: *mut CUgraph, b: c_uint) => |tracker| tracker.graph(read(a));
+    cuGraphDestroy(a: CUgraph) => |tracker| tracker.graph_destroyed(a);
+    cuGraphClone(a: *mut CUgraph, b: CUgraph) => |tracker| tracker.graph_cloned(read(a), b);
     cuGraphAddEmptyNode(a: *mut CUgraphNode, b: CUgraph, c: *const CUgraphNode, d: usize)
-        => |law| law.node(b, read(a), &nodes(c, d), &[]);
+        => |tracker| tracker.node(b, read(a), &nodes(c, d), &[]);
     cuGraphAddMemsetNode(
         a: *mut CUgraphNode, b: CUgraph, c: *const CUgraphNode, d: usize, e: *const CUDA_MEMSET_NODE_PARAMS,
         f: CUcontext
-    ) => |law| {
+    ) => |tracker| {
         let fill = read(e);
         let bytes = fill.elementSize as usize * fill.width * fill.height;
-        law.node(b, read(a), &nodes(c, d), &[(fill.dst, bytes as u64)]);
+        tracker.node(b, read(a), &nodes(c, d), &[(fill.dst, bytes as u64)]);
     };
     cuGraphInstantiateWithFlags(a: *mut CUgraphExec, b: CUgraph, c: c_ulonglong)
-        => |law| law.instantiated(read(a), b);
+        => |tracker| tracker.instantiated(read(a), b);
     cuGraphExecUpdate_v2(a: CUgraphExec, b: CUgraph, c: *mut CUgraphExecUpdateResultInfo)
-        => |law| law.updated(a, b);
-    cuGraphExecDestroy(a: CUgraphExec) => |law| law.exec_destroyed(a);
-    cuGraphLaunch(a: CUgraphExec, b: CUstream) => |law| law.launched(a, b);
+        => |tracker| tracker.updated(a, b);
+    cuGraphExecDestroy(a: CUgraphExec) => |tracker| tracker.exec_destroyed(a);
+    cuGraphLaunch(a: CUgraphExec, b: CUstream) => |tracker| tracker.launched(a, b);
     cuGraphRetainUserObject(a: CUgraph, b: CUuserObject, c: c_uint, d: c_uint)
-        => |law| law.object_retained(a, b);
-    cuLaunchHostFunc(a: CUstream, b: CUhostFn, c: *mut c_void) => |law| law.works(a, &[]);
+        => |tracker| tracker.object_retained(a, b);
+    cuLaunchHostFunc(a: CUstream, b: CUhostFn, c: *mut c_void) => |tracker| tracker.works(a, &[]);
     cuMemAddressReserve(a: *mut CUdeviceptr, b: usize, c: usize, d: CUdeviceptr, e: c_ulonglong);
-    cuMemAddressFree(a: CUdeviceptr, b: usize) => |law| law.addresses_freed(a, b as u64);
+    cuMemAddressFree(a: CUdeviceptr, b: usize) => |tracker| tracker.addresses_freed(a, b as u64);
     cuMemCreate(a: *mut CUmemGenericAllocationHandle, b: usize, c: *const CUmemAllocationProp, d: c_ulonglong)
-        => |law| {
+        => |tracker| {
             grows(b);
-            law.handle(read(a));
+            tracker.handle(read(a));
         };
-    cuMemRelease(a: CUmemGenericAllocationHandle) => |law| law.handle_released(a);
+    cuMemRelease(a: CUmemGenericAllocationHandle) => |tracker| tracker.handle_released(a);
     cuMemMap(a: CUdeviceptr, b: usize, c: usize, d: CUmemGenericAllocationHandle, e: c_ulonglong)
-        => |law| law.mapped(a, b as u64, d, c as u64);
-    cuMemUnmap(a: CUdeviceptr, b: usize) => |law| law.unmapped("cuMemUnmap", a, b as u64);
+        => |tracker| tracker.mapped(a, b as u64, d, c as u64);
+    cuMemUnmap(a: CUdeviceptr, b: usize) => |tracker| tracker.unmapped("cuMemUnmap", a, b as u64);
     cuMemSetAccess(a: CUdeviceptr, b: usize, c: *const CUmemAccessDesc, d: usize)
-        => |law| law.accessible(a, b as u64);
+        => |tracker| tracker.accessible(a, b as u64);
     cuMemGetAllocationGranularity(a: *mut usize, b: *const CUmemAllocationProp, c: CUmemAllocationGranularity_flags);
     cuMemGetAllocationPropertiesFromHandle(a: *mut CUmemAllocationProp, b: CUmemGenericAllocationHandle);
     cuMemRetainAllocationHandle(a: *mut CUmemGenericAllocationHandle, b: *mut c_void)
-        => |law| law.handle_retained(read(a));
+        => |tracker| tracker.handle_retained(read(a));
     cuMemExportToShareableHandle(a: *mut c_void, b: CUmemGenericAllocationHandle, c: CUmemAllocationHandleType, d: c_ulonglong);
     cuMemImportFromShareableHandle(a: *mut CUmemGenericAllocationHandle, b: *mut c_void, c: CUmemAllocationHandleType)
-        => |law| law.handle_retained(read(a));
+        => |tracker| tracker.handle_retained(read(a));
     cuStreamGetCaptureInfo_v2(
         a: CUstream, b: *mut CUstreamCaptureStatus, c: *mut u64, d: *mut CUgraph, e: *mut *const CUgraphNode,
         f: *mut usize
@@ -503,10 +503,10 @@ table! {
     );
     cuGraphNodeGetDependencies_v2(a: CUgraphNode, b: *mut CUgraphNode, c: *mut CUgraphEdgeData, d: *mut usize);
     cuUserObjectRelease(a: CUuserObject, b: c_uint);
-    cuMemAllocAsync(a: *mut CUdeviceptr, b: usize, c: CUstream) => |law| law.works(c, &[]);
+    cuMemAllocAsync(a: *mut CUdeviceptr, b: usize, c: CUstream) => |tracker| tracker.works(c, &[]);
     cuMemAllocFromPoolAsync(a: *mut CUdeviceptr, b: usize, c: CUmemoryPool, d: CUstream)
-        => |law| law.works(d, &[]);
-    cuMemFreeAsync(a: CUdeviceptr, b: CUstream) => |law| law.works(b, &[]);
+        => |tracker| tracker.works(d, &[]);
+    cuMemFreeAsync(a: CUdeviceptr, b: CUstream) => |tracker| tracker.works(b, &[]);
     cuMemPoolCreate(a: *mut CUmemoryPool, b: *const CUmemPoolProps);
     cuMemPoolDestroy(a: CUmemoryPool);
     cuMemPoolTrimTo(a: CUmemoryPool, b: usize);

@@ -3,7 +3,7 @@
 
 use cualloc::driver::sys::*;
 
-use super::court::law::Law;
+use super::checker::tracker::Tracker;
 
 const MIB: u64 = 1 << 20;
 const POOL: Option<u64> = Some(1);
@@ -16,7 +16,7 @@ const EXEC: u64 = 0xee;
 const EVENT: u64 = 0xe0;
 
 /// A log, of streams by small numbers.
-struct Log(Law);
+struct Log(Tracker);
 
 fn raw<T>(value: u64) -> *mut T {
     value as usize as *mut T
@@ -29,16 +29,16 @@ fn stream(number: u64) -> CUstream {
 impl Log {
     /// Sixteen megabytes at [`A`] and, the same ones, at [`VIEW`].
     fn new() -> Log {
-        let mut law = Law::new(CuFunctions::default());
-        law.handle(1);
+        let mut tracker = Tracker::new(CuFunctions::default());
+        tracker.handle(1);
         for at in [A, VIEW] {
-            law.mapped(at, 16 * MIB, 1, 0);
-            law.accessible(at, 16 * MIB);
+            tracker.mapped(at, 16 * MIB, 1, 0);
+            tracker.accessible(at, 16 * MIB);
         }
         for number in 0..4 {
-            law.created(stream(number), false);
+            tracker.created(stream(number), false);
         }
-        Log(law)
+        Log(tracker)
     }
 
     fn block(&mut self, pool: Option<u64>, at: u64, on: u64) {
@@ -94,7 +94,7 @@ impl Log {
 
     #[track_caller]
     fn fine(&mut self) {
-        assert_eq!(self.0.take_verdict(), None);
+        assert_eq!(self.0.take_violation(), None);
     }
 
     #[track_caller]
@@ -107,8 +107,8 @@ impl Log {
 
     #[track_caller]
     fn wrong(&mut self, words: &str) {
-        let verdict = self.0.take_verdict().expect("a complaint");
-        assert!(verdict.contains(words), "{verdict}");
+        let violation = self.0.take_violation().expect("a violation");
+        assert!(violation.contains(words), "{violation}");
     }
 }
 
@@ -163,7 +163,7 @@ fn a_node_that_may_run_beside_the_next_one_is_not_over() {
 }
 
 #[test]
-fn a_stream_that_is_set_back_is_not_behind_what_it_did() {
+fn a_stream_that_is_set_back_is_not_behind_its_own_work() {
     for back in [false, true] {
         let mut log = Log::new();
         log.begin(0);
@@ -288,7 +288,7 @@ fn left(steps: usize) -> Log {
 
 /// A graph, an executable and a launch under way, each alone.
 #[test]
-fn what_a_graph_may_touch_is_given_to_nobody_outside_until_all_of_it_is_gone() {
+fn memory_of_a_graph_is_not_given_out_before_the_graph_ends() {
     for last in 0..4 {
         let mut log = left(last);
         // Through another address, and whichever stream asks.
@@ -311,7 +311,7 @@ fn what_a_graph_may_touch_is_given_to_nobody_outside_until_all_of_it_is_gone() {
 }
 
 #[test]
-fn clones_and_updates_keep_what_they_were_made_of() {
+fn clones_and_updates_keep_their_sources() {
     let mut log = Log::new();
     log.graph();
     log.0.graph_cloned(raw(GRAPH + 1), raw(GRAPH));
@@ -410,7 +410,7 @@ fn the_end_of_a_user_object_is_the_end_of_launches() {
 // ---- launches -----------------------------------------------------------------------------------
 
 #[test]
-fn a_launch_comes_behind_whoever_used_its_bytes() {
+fn a_launch_is_ordered_after_the_users_of_its_bytes() {
     for ordered in [true, false] {
         // Work on an output, then the launch.
         let mut log = Log::new();
@@ -479,7 +479,7 @@ fn memory_is_used_again_behind_a_launch_that_used_it() {
 }
 
 #[test]
-fn a_launch_writes_no_block_of_somebody_else() {
+fn a_launch_writes_no_block_of_another_owner() {
     let mut log = Log::new();
     log.begin(0);
     log.layer(A, 0);
@@ -513,7 +513,7 @@ fn a_block_that_is_live_again_is_alone_and_a_graph_may_write_it() {
 // ---- memory that is away ------------------------------------------------------------------------
 
 #[test]
-fn nobody_uses_memory_that_is_away() {
+fn suspended_memory_is_not_used() {
     let mut log = Log::new();
     log.block(POOL, A + 4 * MIB, 3);
     log.graph();
@@ -529,7 +529,7 @@ fn nobody_uses_memory_that_is_away() {
     log.block(POOL, A + 8 * MIB, 2);
     log.wrong("is handed out while that memory is away");
     log.free(A + 8 * MIB);
-    while log.0.take_verdict().is_some() {}
+    while log.0.take_violation().is_some() {}
     // Half of it comes back.
     log.0.handle(2);
     log.0.mapped(A, 4 * MIB, 2, 0);
@@ -541,7 +541,7 @@ fn nobody_uses_memory_that_is_away() {
 }
 
 #[test]
-fn memory_that_goes_away_comes_back_for_graphs() {
+fn suspended_memory_is_restored_for_graphs() {
     let mut log = Log::new();
     log.graph();
     log.0.sleeps(&[POOL]);
@@ -552,7 +552,7 @@ fn memory_that_goes_away_comes_back_for_graphs() {
 
 /// What lies there by then is as much the pool's as what lay there before.
 #[test]
-fn memory_that_comes_back_is_its_pools() {
+fn restored_memory_belongs_to_its_pool() {
     let mut log = Log::new();
     log.graph();
     log.0.sleeps(&[POOL]);
@@ -567,7 +567,7 @@ fn memory_that_comes_back_is_its_pools() {
 }
 
 #[test]
-fn memory_goes_away_under_no_launch_and_no_other_pools_graph() {
+fn suspension_affects_no_launch_and_no_graph_of_another_pool() {
     let mut log = Log::new();
     log.graph();
     log.launch(1);

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::court::ranges::Ranges;
+use crate::checker::ranges::Ranges;
 
 /// A set of nodes by their numbers.
 #[derive(Clone, Default)]
@@ -72,7 +72,7 @@ pub struct Node {
 
 /// A graph's nodes.
 #[derive(Clone, Default)]
-pub struct Sheet {
+pub struct NodeOrder {
     pub nodes: Vec<Node>,
     /// The driver's handles of nodes, as far as they were seen.
     pub handles: HashMap<u64, usize>,
@@ -80,7 +80,7 @@ pub struct Sheet {
     used: Ranges,
 }
 
-impl Sheet {
+impl NodeOrder {
     /// What comes before whatever depends on these.
     ///
     /// Of a node behind which the next one may begin early only what that node waited for is complete.

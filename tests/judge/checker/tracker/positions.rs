@@ -2,10 +2,10 @@
 
 use std::collections::HashSet;
 
-use super::{Lane, Law};
-use crate::court::ranges::Position;
+use super::{Lane, Tracker};
+use crate::checker::ranges::Position;
 
-impl Law {
+impl Tracker {
     /// The newest position of a stream, or the one at which the program left it.
     pub fn position(&self, stream: usize) -> Position {
         let Lane { clock, left, .. } = &self.lanes[stream];

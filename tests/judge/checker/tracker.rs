@@ -13,8 +13,8 @@ mod captures;
 mod claims;
 mod graphs;
 mod memory;
+mod node_order;
 mod positions;
-mod sheet;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::thread::ThreadId;
@@ -25,7 +25,7 @@ use cualloc::driver::sys::*;
 use self::captures::Capture;
 use self::claims::Claim;
 use self::graphs::{Exec, Graph, Object};
-use self::sheet::Link;
+use self::node_order::Link;
 use super::ranges::{Position, Ranges};
 
 type Clock = Vec<u64>;
@@ -112,7 +112,7 @@ pub struct Block {
 const SPAN: u64 = 1 << 40;
 
 #[derive(Default)]
-pub struct Law {
+pub struct Tracker {
     real: CuFunctions,
     lanes: Vec<Lane>,
     by_handle: HashMap<u64, usize>,
@@ -149,7 +149,7 @@ pub struct Law {
     /// Live blocks by physical bytes: end, address.
     occupied: BTreeMap<u64, (u64, u64)>,
     guards: Vec<(u64, Block)>,
-    verdicts: Vec<String>,
+    violations: Vec<String>,
     /// Mappings in views that were taken away.
     pub views_unmapped: u64,
     /// Handed out so far.
@@ -158,25 +158,25 @@ pub struct Law {
     pub frees_may_wait: bool,
 }
 
-impl Law {
-    pub fn new(real: CuFunctions) -> Law {
-        Law {
+impl Tracker {
+    pub fn new(real: CuFunctions) -> Tracker {
+        Tracker {
             real,
-            ..Law::default()
+            ..Tracker::default()
         }
     }
 
     /// What was found, if anything.
-    pub fn take_verdict(&mut self) -> Option<String> {
-        if self.verdicts.is_empty() {
+    pub fn take_violation(&mut self) -> Option<String> {
+        if self.violations.is_empty() {
             return None;
         }
-        Some(std::mem::take(&mut self.verdicts).swap_remove(0))
+        Some(std::mem::take(&mut self.violations).swap_remove(0))
     }
 
     fn found(&mut self, what: String) {
-        if self.verdicts.len() < 10 {
-            self.verdicts.push(what);
+        if self.violations.len() < 10 {
+            self.violations.push(what);
         }
     }
 

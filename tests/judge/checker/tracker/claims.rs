@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 
 use cualloc::driver::sys::*;
 
-use super::{Block, Law, SPAN, covers};
-use crate::court::ranges::Position;
+use super::{Block, SPAN, Tracker, covers};
+use crate::checker::ranges::Position;
 
 /// Physical bytes, the address at which a graph has them, and the pool whose they are.
 type Part = (u64, u64, u64, u64);
@@ -53,7 +53,7 @@ impl Claim {
     }
 }
 
-impl Law {
+impl Tracker {
     /// One more holds these claims.
     pub(super) fn held(&mut self, claims: &[u64]) {
         for claim in claims {

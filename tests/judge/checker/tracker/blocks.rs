@@ -1,9 +1,9 @@
 //! Blocks and guards, as the program tells of them.
 
-use super::{Block, Clock, Law, SPAN, covers};
-use crate::court::ranges::{Position, Ranges};
+use super::{Block, Clock, SPAN, Tracker, covers};
+use crate::checker::ranges::{Position, Ranges};
 
-impl Law {
+impl Tracker {
     pub(super) fn live_around(&self, start: u64, end: u64) -> Option<(u64, u64)> {
         let (&s, block) = self.live.range(..end).next_back()?;
         (block.end > start).then_some((s, block.end))
@@ -219,8 +219,8 @@ impl Law {
         let Some(graph) = self.graphs.get_mut(&graph) else {
             return;
         };
-        if let Some((at, node)) = graph.sheet.beside(&present, hand, (from, to)) {
-            let node = &graph.sheet.nodes[node];
+        if let Some((at, node)) = graph.order.beside(&present, hand, (from, to)) {
+            let node = &graph.order.nodes[node];
             let touched = node.touches.iter().find_map(|touch| touch.block);
             let by = node.hand.map_or(0, |(_, stream, _)| stream);
             let text = format!(
