@@ -7,7 +7,7 @@ use cualloc::driver::sys::CUresult;
 use cualloc::error::StreamMisuse;
 use cualloc::{Allocator, Error};
 
-use crate::entry::{at_once, call, call_with, cleared, code_of, give, null, quickly};
+use crate::entry::{call, call_with, clear_result, code_of, give, try_fast};
 use crate::results::CUALLOC_OK;
 use crate::{cualloc_t, handles};
 
@@ -37,15 +37,15 @@ pub unsafe extern "C" fn cualloc_alloc(
 ) -> i32 {
     if !out.is_null() {
         // SAFETY: the caller's contract.
-        let fast = |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, out) };
+        let fast = |allocator: &Allocator| unsafe { try_alloc(allocator, bytes, stream, out) };
         // SAFETY: the caller's contract.
-        let slow = |allocator: &Allocator| unsafe { alloc_slowly(allocator, bytes, stream, out) };
-        if let Some(code) = at_once(allocator, fast, slow) {
+        let slow = |allocator: &Allocator| unsafe { alloc_slow(allocator, bytes, stream, out) };
+        if let Some(code) = try_fast(allocator, fast, slow) {
             return code;
         }
     }
     // SAFETY: the caller's contract.
-    unsafe { alloc_with_any(allocator, bytes, stream, out) }
+    unsafe { alloc_checked(allocator, bytes, stream, out) }
 }
 
 /// Tries [`cualloc_alloc`] from the stream's cache alone; returns whether that succeeded.
@@ -53,7 +53,7 @@ pub unsafe extern "C" fn cualloc_alloc(
 /// # Safety
 /// As [`cualloc_alloc`]; `out` is not null.
 #[inline(always)]
-pub(crate) unsafe fn alloc_at_once(
+pub(crate) unsafe fn try_alloc(
     allocator: &Allocator,
     bytes: usize,
     stream: *mut c_void,
@@ -70,7 +70,7 @@ pub(crate) unsafe fn alloc_at_once(
 /// # Safety
 /// As [`cualloc_alloc`]; `out` is not null.
 #[inline(never)]
-unsafe fn alloc_slowly(
+unsafe fn alloc_slow(
     allocator: &Allocator,
     bytes: usize,
     stream: *mut c_void,
@@ -79,9 +79,9 @@ unsafe fn alloc_slowly(
     // SAFETY: the caller's contract.
     let made = unsafe { allocator.allocate_raw(bytes, stream.cast()) };
     // SAFETY: the caller's contract.
-    let say = |ptr| unsafe { out.write(ptr) };
-    say(0);
-    code_of(allocator, made.map(say))
+    let write = |ptr| unsafe { out.write(ptr) };
+    write(0);
+    code_of(allocator, made.map(write))
 }
 
 /// [`cualloc_alloc`] with a handle that may be invalid.
@@ -90,7 +90,7 @@ unsafe fn alloc_slowly(
 /// As [`cualloc_alloc`].
 #[cold]
 #[inline(never)]
-unsafe fn alloc_with_any(
+unsafe fn alloc_checked(
     allocator: *mut cualloc_t,
     bytes: usize,
     stream: *mut c_void,
@@ -122,16 +122,11 @@ pub unsafe extern "C" fn cualloc_alloc_aligned(
     stream: *mut c_void,
     out: *mut u64,
 ) -> i32 {
-    if out.is_null() {
-        return null();
-    }
-    // SAFETY: the caller's contract.
-    let say = |ptr| unsafe { out.write(ptr) };
-    say(0);
     let (stream, request) = (stream.cast(), Request::new(bytes).align(alignment));
     // SAFETY: the caller's contract.
     let run = |allocator: &Allocator| unsafe { allocator.allocate_raw_with(request, stream) };
-    quickly(allocator, run, run, say)
+    // SAFETY: the caller's contract.
+    unsafe { give(out, || handles::with(allocator, run)) }
 }
 
 /// Frees the block that begins at ptr; an address of 0 is ignored. Never waits: work submitted to the block's stream,
@@ -150,12 +145,12 @@ pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i3
     // SAFETY: the caller's contract.
     let fast = |allocator: &Allocator| unsafe { allocator.try_free_raw(ptr) };
     // SAFETY: the caller's contract.
-    let slow = |allocator: &Allocator| unsafe { free_slowly(allocator, ptr) };
-    if let Some(code) = at_once(allocator, fast, slow) {
+    let slow = |allocator: &Allocator| unsafe { free_slow(allocator, ptr) };
+    if let Some(code) = try_fast(allocator, fast, slow) {
         return code;
     }
     // SAFETY: the caller's contract.
-    unsafe { free_with_any(allocator, ptr) }
+    unsafe { free_checked(allocator, ptr) }
 }
 
 /// The slow path of [`cualloc_free`].
@@ -163,7 +158,7 @@ pub unsafe extern "C" fn cualloc_free(allocator: *mut cualloc_t, ptr: u64) -> i3
 /// # Safety
 /// As [`cualloc_free`].
 #[inline(never)]
-unsafe fn free_slowly(allocator: &Allocator, ptr: u64) -> i32 {
+unsafe fn free_slow(allocator: &Allocator, ptr: u64) -> i32 {
     match ptr {
         0 => CUALLOC_OK,
         // SAFETY: the caller's contract.
@@ -177,7 +172,7 @@ unsafe fn free_slowly(allocator: &Allocator, ptr: u64) -> i32 {
 /// As [`cualloc_free`].
 #[cold]
 #[inline(never)]
-unsafe fn free_with_any(allocator: *mut cualloc_t, ptr: u64) -> i32 {
+unsafe fn free_checked(allocator: *mut cualloc_t, ptr: u64) -> i32 {
     call_with(allocator, |allocator| match ptr {
         0 => Ok(()),
         // SAFETY: the caller's contract.
@@ -201,15 +196,14 @@ pub unsafe extern "C" fn cualloc_free_on(
     ptr: u64,
     stream: *mut c_void,
 ) -> i32 {
-    let free = |allocator: &Allocator| match ptr {
+    call_with(allocator, |allocator| match ptr {
         0 => Ok(()),
         // SAFETY: the caller's contract.
         _ => unsafe {
             allocator.record_use_raw(ptr, stream.cast())?;
             allocator.free_raw(ptr)
         },
-    };
-    quickly(allocator, free, free, |()| {})
+    })
 }
 
 /// Records that another stream uses the block that contains ptr (any address inside it). Once freed, the block is
@@ -368,7 +362,7 @@ pub unsafe extern "C" fn cualloc_base(
 ) -> i32 {
     call(|| {
         // SAFETY: the caller's contract.
-        let (first, second) = unsafe { (cleared(base), cleared(bytes)) };
+        let (first, second) = unsafe { (clear_result(base), clear_result(bytes)) };
         first.and(second)?;
         let block = handles::with(allocator, |allocator| allocator.block_around(ptr))?;
         // SAFETY: the caller's contract.

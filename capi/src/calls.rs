@@ -140,7 +140,7 @@ pub(crate) fn announce(handle: u64) -> Option<Announced> {
 
 /// [`announce`] for a thread's first call, for nested calls (such as a logger's), and for calls of an ending thread.
 #[cold]
-pub(crate) fn announce_slowly(handle: u64) -> Announced {
+pub(crate) fn announce_any(handle: u64) -> Announced {
     if own().is_none()
         && adopt()
         && let Some(announced) = announce(handle)
@@ -198,7 +198,7 @@ mod tests {
         const HANDLE: u64 = 0x7777_0001;
         let ((begun, has_begun), (end, may_end)) = (channel(), channel::<()>());
         let caller = std::thread::spawn(move || {
-            let announced = announce_slowly(HANDLE);
+            let announced = announce_any(HANDLE);
             begun.send(()).unwrap();
             may_end.recv().unwrap();
             drop(announced);
@@ -219,10 +219,10 @@ mod tests {
 
     #[test]
     fn a_call_inside_a_call_has_a_word_of_its_own() {
-        let outer = announce_slowly(0x7777_0002);
+        let outer = announce_any(0x7777_0002);
         assert!(inside());
         assert!(announce(0x7777_0003).is_none());
-        let inner = announce_slowly(0x7777_0003);
+        let inner = announce_any(0x7777_0003);
         let now = || {
             words()
                 .map(|word| word.busy.load(Ordering::Relaxed))
@@ -234,8 +234,8 @@ mod tests {
         drop(outer);
         assert!(!inside());
         // A thread that has lost its own word counts as being in a call while it has a lent one.
-        let outer = announce_slowly(0x7777_0002);
-        let inner = announce_slowly(0x7777_0003);
+        let outer = announce_any(0x7777_0002);
+        let inner = announce_any(0x7777_0003);
         drop(outer);
         assert!(inside());
         drop(inner);
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn words_of_ended_threads_are_taken_over() {
         let count = || words().filter(|word| !word.lent).count();
-        let one = || drop(announce_slowly(0x7777_0004));
+        let one = || drop(announce_any(0x7777_0004));
         std::thread::spawn(one).join().unwrap();
         let before = count();
         for _ in 0..100 {

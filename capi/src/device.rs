@@ -24,11 +24,11 @@ impl Source {
             "sim" if cfg!(feature = "sim") => Ok(Source::Simulated),
             "sim" => {
                 let why = "device=sim: this library was built without the simulator (feature sim)";
-                Err(Failure::Said(CUALLOC_UNSUPPORTED, why))
+                Err(Failure::Reason(CUALLOC_UNSUPPORTED, why))
             }
             _ => {
-                let why = "the option device is cuda or sim";
-                Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+                let why = "expected device=cuda or device=sim";
+                Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why))
             }
         }
     }
@@ -59,16 +59,19 @@ pub(crate) mod simulator {
 fn simulated() -> Result<Driver, Failure> {
     match simulator::shared() {
         Some(simulator) => Ok(simulator.driver()?),
-        None => Err(Failure::Said(
+        None => Err(Failure::Reason(
             CUALLOC_UNSUPPORTED,
-            "the simulator cannot be set up",
+            "cannot create the simulator",
         )),
     }
 }
 
 #[cfg(not(feature = "sim"))]
 fn simulated() -> Result<Driver, Failure> {
-    Err(Failure::Said(CUALLOC_UNSUPPORTED, "there is no simulator"))
+    Err(Failure::Reason(
+        CUALLOC_UNSUPPORTED,
+        "this library was built without the simulator",
+    ))
 }
 
 /// Retains the primary context of a device.
@@ -98,11 +101,11 @@ pub(crate) unsafe fn given(driver: &Driver, context: *mut c_void) -> Result<Cont
         Ok(Some(context)) => Ok(context),
         Ok(None) => {
             let why = "no context is current on this thread";
-            Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+            Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why))
         }
         Err(error) if error.code() == CUresult::CUDA_ERROR_INVALID_CONTEXT => {
-            let why = "the driver knows no such context";
-            Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+            let why = "the context does not exist";
+            Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why))
         }
         Err(error) => Err(error.into()),
     }

@@ -14,7 +14,7 @@ pub(crate) fn call(run: impl FnOnce() -> Result<(), Failure>) -> i32 {
     match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => CUALLOC_OK,
         Ok(Err(failure)) => report(&failure),
-        Err(payload) => panicked(payload),
+        Err(payload) => report_panic(payload),
     }
 }
 
@@ -43,7 +43,7 @@ pub(crate) fn call_with(
 pub(crate) unsafe fn give<T>(out: *mut T, run: impl FnOnce() -> Result<T, Failure>) -> i32 {
     call(|| {
         // SAFETY: the caller's contract.
-        unsafe { cleared(out) }?;
+        unsafe { clear_result(out) }?;
         let value = run()?;
         // SAFETY: not null, and the caller's contract.
         unsafe { out.write(value) };
@@ -51,24 +51,24 @@ pub(crate) unsafe fn give<T>(out: *mut T, run: impl FnOnce() -> Result<T, Failur
     })
 }
 
-/// Runs a call that usually completes on the fast path: `at_once` returns whether it did, and otherwise has changed
-/// nothing. Then `slowly` runs the whole call and returns its code; it is out of line, so that the common call touches
-/// few cache lines. None if the allocator cannot be entered quickly.
+/// Runs a call that usually completes on the fast path: `fast` returns whether it did, and otherwise has changed
+/// nothing. Then `slow` runs the whole call and returns its code; it is out of line, so that the common call touches
+/// few cache lines. None if the allocator cannot be entered on the fast path.
 #[inline(always)]
-pub(crate) fn at_once(
+pub(crate) fn try_fast(
     handle: *mut cualloc_t,
-    at_once: impl FnOnce(&Allocator) -> bool,
-    slowly: impl FnOnce(&Allocator) -> i32,
+    fast: impl FnOnce(&Allocator) -> bool,
+    slow: impl FnOnce(&Allocator) -> i32,
 ) -> Option<i32> {
-    let entered = handles::enter_quickly(handle)?;
+    let entered = handles::try_enter(handle)?;
     let allocator = entered.allocator();
-    let run = || match at_once(allocator) {
+    let run = || match fast(allocator) {
         true => CUALLOC_OK,
-        false => slowly(allocator),
+        false => slow(allocator),
     };
     Some(match catch_unwind(AssertUnwindSafe(run)) {
         Ok(code) => code,
-        Err(payload) => panicked(payload),
+        Err(payload) => report_panic(payload),
     })
 }
 
@@ -81,55 +81,10 @@ pub(crate) fn code_of(allocator: &Allocator, ended: Result<(), cualloc::Error>) 
     }
 }
 
-/// [`call`] with an allocator, for frequent calls. The rare part is a separate function from `run`, so that the common
-/// case does not copy its result and saves few registers.
-#[inline(always)]
-pub(crate) fn quickly<T>(
-    handle: *mut cualloc_t,
-    run: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
-    run_slowly: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
-    done: impl Fn(T),
-) -> i32 {
-    let Some(entered) = handles::enter_quickly(handle) else {
-        return slowly(handle, run_slowly, done);
-    };
-    let ended = catch_unwind(AssertUnwindSafe(|| match run(entered.allocator()) {
-        Ok(value) => {
-            done(value);
-            CUALLOC_OK
-        }
-        Err(error) => failed(entered.allocator(), error),
-    }));
-    match ended {
-        Ok(code) => code,
-        Err(payload) => panicked(payload),
-    }
-}
-
-#[cold]
-#[inline(never)]
-pub(crate) fn slowly<T>(
-    handle: *mut cualloc_t,
-    run: impl FnOnce(&Allocator) -> Result<T, cualloc::Error>,
-    done: impl Fn(T),
-) -> i32 {
-    call(|| {
-        done(handles::with(handle, run)?);
-        Ok(())
-    })
-}
-
 #[cold]
 #[inline(never)]
 pub(crate) fn failed(allocator: &Allocator, error: cualloc::Error) -> i32 {
-    call(|| Err(handles::judged(allocator, error)))
-}
-
-/// Records the failure of a null argument.
-#[cold]
-#[inline(never)]
-pub(crate) fn null() -> i32 {
-    report(&NULL)
+    call(|| Err(handles::convert_error(allocator, error)))
 }
 
 #[cold]
@@ -140,20 +95,20 @@ pub(crate) fn report(failure: &Failure) -> i32 {
     let text = || message::set(code, format_args!("{failure}"));
     match catch_unwind(AssertUnwindSafe(text)) {
         Ok(()) => code,
-        Err(payload) => panicked(payload),
+        Err(payload) => report_panic(payload),
     }
 }
 
 #[cold]
 #[inline(never)]
-pub(crate) fn panicked(payload: Box<dyn std::any::Any + Send>) -> i32 {
+pub(crate) fn report_panic(payload: Box<dyn std::any::Any + Send>) -> i32 {
     let why = match payload.downcast_ref::<&str>() {
         Some(why) => why,
         None => payload.downcast_ref::<String>().map_or("", String::as_str),
     };
     message::set(
         CUALLOC_PANIC,
-        format_args!("a defect of the library: it panicked: {why}"),
+        format_args!("bug in the library: it panicked: {why}"),
     );
     // Dropping the payload of a panic may panic again.
     std::mem::forget(payload);
@@ -170,7 +125,7 @@ pub(crate) unsafe fn text<'a>(from: *const c_char, why: &'static str) -> Result<
     }
     // SAFETY: the caller's contract.
     let text = unsafe { CStr::from_ptr(from) }.to_str();
-    text.map_err(|_| Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+    text.map_err(|_| Failure::Reason(CUALLOC_INVALID_ARGUMENT, why))
 }
 
 /// Sets the target of a result to 0, which is also the null handle.
@@ -178,7 +133,7 @@ pub(crate) unsafe fn text<'a>(from: *const c_char, why: &'static str) -> Result<
 /// # Safety
 /// `out` is null or writable.
 #[inline(always)]
-pub(crate) unsafe fn cleared<T>(out: *mut T) -> Result<(), Failure> {
+pub(crate) unsafe fn clear_result<T>(out: *mut T) -> Result<(), Failure> {
     if out.is_null() {
         return Err(NULL);
     }

@@ -77,8 +77,8 @@ pub(crate) fn add(allocator: Allocator) -> Result<*mut cualloc_t, Failure> {
             (places.unused - 1, 1)
         }
         None => {
-            let why = "there are as many allocators as there can be at once: 4096";
-            return Err(Failure::Said(CUALLOC_UNSUPPORTED, why));
+            let why = "cannot create another allocator: 4096 exist";
+            return Err(Failure::Reason(CUALLOC_UNSUPPORTED, why));
         }
     };
     drop(places);
@@ -115,7 +115,7 @@ impl Entered {
 
 /// Enters an allocator on a thread that is in no other call and has made a call before.
 #[inline(always)]
-pub(crate) fn enter_quickly(handle: *mut cualloc_t) -> Option<Entered> {
+pub(crate) fn try_enter(handle: *mut cualloc_t) -> Option<Entered> {
     let value = handle as u64;
     if value == 0 {
         return None;
@@ -126,27 +126,27 @@ pub(crate) fn enter_quickly(handle: *mut cualloc_t) -> Option<Entered> {
 /// Enters an allocator and keeps it alive until the result is dropped.
 #[inline(always)]
 pub(crate) fn enter(handle: *mut cualloc_t) -> Result<Entered, Failure> {
-    match enter_quickly(handle) {
+    match try_enter(handle) {
         Some(entered) => Ok(entered),
-        None => enter_slowly(handle as u64),
+        None => enter_slow(handle as u64),
     }
 }
 
 #[cold]
 #[inline(never)]
-fn enter_slowly(handle: u64) -> Result<Entered, Failure> {
+fn enter_slow(handle: u64) -> Result<Entered, Failure> {
     if handle == 0 {
         return Err(NULL);
     }
     // Values that cannot be a handle are not announced: they include 0, which marks an idle word.
     let known = handle & !0xffff_ffff_fff0 == MARK;
-    let entered = || Entered::found(handle, calls::announce_slowly(handle));
-    known.then(entered).flatten().ok_or(GONE)
+    let entered = || Entered::found(handle, calls::announce_any(handle));
+    known.then(entered).flatten().ok_or(CLOSED)
 }
 
-const GONE: Failure = Failure::Said(
+const CLOSED: Failure = Failure::Reason(
     CUALLOC_CLOSED,
-    "the handle is that of no allocator: it was destroyed, or never was one",
+    "the handle belongs to no allocator: it was destroyed or never existed",
 );
 
 /// Runs a call with an allocator.
@@ -156,11 +156,11 @@ pub(crate) fn with<T>(
     run: impl FnOnce(&Allocator) -> Result<T, Error>,
 ) -> Result<T, Failure> {
     let entered = enter(handle)?;
-    run(entered.allocator()).map_err(|error| judged(entered.allocator(), error))
+    run(entered.allocator()).map_err(|error| convert_error(entered.allocator(), error))
 }
 
 /// Fails in a forked child, for calls that would have no effect there.
-pub(crate) fn of_this_process(allocator: &Allocator) -> Result<(), Error> {
+pub(crate) fn refuse_child(allocator: &Allocator) -> Result<(), Error> {
     match allocator.context().driver().is_forked_child() {
         true => Err(Error::ForkedChild),
         false => Ok(()),
@@ -170,7 +170,7 @@ pub(crate) fn of_this_process(allocator: &Allocator) -> Result<(), Error> {
 /// Converts an error; one that suggests a lost context triggers a single check of the context.
 #[cold]
 #[inline(never)]
-pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
+pub(crate) fn convert_error(allocator: &Allocator, error: Error) -> Failure {
     let suspect = |code| {
         matches!(
             code,
@@ -197,7 +197,7 @@ pub(crate) fn judged(allocator: &Allocator, error: Error) -> Failure {
 pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<Option<Error>, Failure> {
     if calls::inside() {
         let why = "this thread is in another call of this library";
-        return Err(Failure::Said(CUALLOC_BUSY, why));
+        return Err(Failure::Reason(CUALLOC_BUSY, why));
     }
     let entered = enter(handle)?;
     let closed = entered.allocator().close();
@@ -205,7 +205,7 @@ pub(crate) fn destroy(handle: *mut cualloc_t) -> Result<Option<Error>, Failure> 
         Ok(()) => None,
         // The context has its memory back; only the handle is left to end.
         Err(error @ Error::ContextLost(_)) => Some(error),
-        Err(error) => match judged(entered.allocator(), error) {
+        Err(error) => match convert_error(entered.allocator(), error) {
             Failure::Library(error @ Error::ContextLost(_)) => Some(error),
             failure => return Err(failure),
         },
@@ -225,7 +225,7 @@ fn forget(place: &'static Place, handle: u64) -> Result<(), Failure> {
         .is_err()
     {
         // Another thread was faster.
-        return Err(GONE);
+        return Err(CLOSED);
     }
     if !calls::wait_for(handle) {
         // It is unknown when the last call ends, so the closed allocator stays in memory.
@@ -247,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_is_no_address_and_says_its_place() {
+    fn a_handle_is_not_an_address_and_encodes_its_place() {
         for (place, life) in [(0, 1), (1, 7), (PLACES - 1, u32::MAX)] {
             let handle = handle_of(place, life);
             assert_eq!(place_of(handle), place);

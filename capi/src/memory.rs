@@ -25,7 +25,7 @@ pub unsafe extern "C" fn cualloc_trim(
     pending: *mut u64,
 ) -> i32 {
     // SAFETY: the caller's contract.
-    unsafe { given_back(allocator, released, pending, |a| a.trim(keep)) }
+    unsafe { release_memory(allocator, released, pending, |a| a.trim(keep)) }
 }
 
 /// Like cualloc_trim with keep 0, but waits on the host for the work of streams that are not capturing. Memory that
@@ -47,29 +47,29 @@ pub unsafe extern "C" fn cualloc_empty_cache(
     pending: *mut u64,
 ) -> i32 {
     // SAFETY: the caller's contract.
-    unsafe { given_back(allocator, released, pending, Allocator::empty_cache) }
+    unsafe { release_memory(allocator, released, pending, Allocator::empty_cache) }
 }
 
 /// # Safety
 /// `released` and `pending` are null or writable.
-unsafe fn given_back(
+unsafe fn release_memory(
     allocator: *mut cualloc_t,
     released: *mut u64,
     pending: *mut u64,
     run: impl FnOnce(&Allocator) -> Result<cualloc::allocator::Trimmed, cualloc::Error>,
 ) -> i32 {
     call(|| {
-        let say = |out: *mut u64, bytes: u64| {
+        let write = |out: *mut u64, bytes: u64| {
             if !out.is_null() {
                 // SAFETY: the caller's contract.
                 unsafe { out.write(bytes) };
             }
         };
-        say(released, 0);
-        say(pending, 0);
+        write(released, 0);
+        write(pending, 0);
         let trimmed = handles::with(allocator, run)?;
-        say(released, trimmed.released);
-        say(pending, trimmed.pending);
+        write(released, trimmed.released);
+        write(pending, trimmed.pending);
         Ok(())
     })
 }
@@ -83,7 +83,7 @@ unsafe fn given_back(
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i32 {
     call_with(allocator, |allocator| {
-        handles::of_this_process(allocator)?;
+        handles::refuse_child(allocator)?;
         allocator.set_limit((bytes != u64::MAX).then_some(bytes));
         Ok(())
     })
@@ -109,9 +109,9 @@ pub unsafe extern "C" fn cualloc_stats(
         // SAFETY: the caller's contract.
         let room = unsafe { stats::room(out) }?;
         // SAFETY: the caller's contract.
-        let say = |stats: &cualloc_stats_t| unsafe { stats::write(stats, out, room) };
-        say(&cualloc_stats_t::default());
-        say(&handles::with(allocator, |allocator| {
+        let write = |stats: &cualloc_stats_t| unsafe { stats::write(stats, out, room) };
+        write(&cualloc_stats_t::default());
+        write(&handles::with(allocator, |allocator| {
             Ok(stats::of(allocator))
         })?);
         Ok(())
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn cualloc_stats(
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_reset_peaks(allocator: *mut cualloc_t) -> i32 {
     call_with(allocator, |allocator| {
-        handles::of_this_process(allocator)?;
+        handles::refuse_child(allocator)?;
         allocator.reset_peaks();
         Ok(())
     })

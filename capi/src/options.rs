@@ -46,12 +46,12 @@ pub(crate) fn refuse_child() -> Result<(), Failure> {
         return Ok(());
     }
     let why = "the process is a forked child";
-    Err(Failure::Said(CUALLOC_CONTEXT_LOST, why))
+    Err(Failure::Reason(CUALLOC_CONTEXT_LOST, why))
 }
 
-const GONE: Failure = Failure::Said(
+const CLOSED: Failure = Failure::Reason(
     CUALLOC_CLOSED,
-    "the handle is that of no options: they were freed, or it never was one",
+    "the handle belongs to no options: they were freed or never existed",
 );
 
 pub(crate) fn add() -> Result<*mut cualloc_options_t, Failure> {
@@ -64,7 +64,7 @@ pub(crate) fn add() -> Result<*mut cualloc_options_t, Failure> {
 
 pub(crate) fn remove(handle: *mut cualloc_options_t) -> Result<(), Failure> {
     let removed = known()?.by_handle.remove(&(handle as u64));
-    removed.map(drop).ok_or(GONE)
+    removed.map(drop).ok_or(CLOSED)
 }
 
 /// Returns the options of a handle; null means the defaults.
@@ -73,7 +73,7 @@ pub(crate) fn find(handle: *const cualloc_options_t) -> Result<Options, Failure>
         return Ok(Options::default());
     }
     let known = known()?;
-    known.by_handle.get(&(handle as u64)).cloned().ok_or(GONE)
+    known.by_handle.get(&(handle as u64)).cloned().ok_or(CLOSED)
 }
 
 pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Result<(), Failure> {
@@ -89,7 +89,7 @@ pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Res
         }
     };
     let mut known = known()?;
-    let options = known.by_handle.get_mut(&(handle as u64)).ok_or(GONE)?;
+    let options = known.by_handle.get_mut(&(handle as u64)).ok_or(CLOSED)?;
     match source {
         Some(source) => options.source = source,
         None => {
@@ -102,8 +102,8 @@ pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Res
 /// Validates a single setting.
 fn checked(key: &str, value: &str) -> Result<(), Failure> {
     if key.contains([',', '=']) || value.contains(',') {
-        let why = "a key or a value has a comma in it, or a key an equals sign";
-        return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+        let why = "expected a key without `,` and `=`, and a value without `,`";
+        return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
     }
     format!("{key}={value}").parse::<Config>()?;
     Ok(())
@@ -131,11 +131,11 @@ impl Options {
     /// retired.
     pub(crate) fn shared_config(&self) -> Result<Config, Failure> {
         Ok(self
-            .over_shared(&Config::environment()?)
+            .merge_shared(&Config::environment()?)
             .parse::<Config>()?)
     }
 
-    fn over_shared(&self, inherited: &str) -> String {
+    fn merge_shared(&self, inherited: &str) -> String {
         self.with_defaults(inherited, SHARED_DEFAULTS)
     }
 
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_replaces_what_the_environment_says() {
+    fn options_override_the_environment() {
         assert_eq!(
             over("limit=1G, tune.views=off", &[]),
             "limit=1G, tune.views=off"
@@ -198,9 +198,9 @@ mod tests {
     }
 
     #[test]
-    fn shared_allocators_take_streams_that_nobody_retires() {
+    fn shared_allocators_accept_streams_that_are_never_retired() {
         let shared = |inherited: &str, own: &[(&str, &str)]| {
-            let config = with(own).over_shared(inherited).parse::<Config>().unwrap();
+            let config = with(own).merge_shared(inherited).parse::<Config>().unwrap();
             config.unretired_streams
         };
         assert!(SHARED_DEFAULTS.starts_with(DEFAULTS));
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_are_checked_where_that_is_asked_for() {
+    fn contexts_are_checked_if_configured() {
         let checks = |inherited: &str, own: &[(&str, &str)]| {
             let text = with(own).with_defaults(inherited, DEFAULTS);
             text.parse::<Config>().unwrap().context_checks

@@ -66,14 +66,14 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
     Ok(KNOWN.lock())
 }
 
-const GONE: Failure = Failure::Said(
+const CLOSED: Failure = Failure::Reason(
     CUALLOC_CLOSED,
-    "the handle is that of no graph pool: it was released, its allocator was destroyed, or it never was one",
+    "the handle belongs to no graph pool: the pool was released, its allocator was destroyed, or it never existed",
 );
 
-const FOREIGN: Failure = Failure::Said(
+const FOREIGN: Failure = Failure::Reason(
     CUALLOC_INVALID_ARGUMENT,
-    "the graph pool is one of another allocator",
+    "the graph pool belongs to another allocator",
 );
 
 /// Creates a pool of an allocator, with or without a tag.
@@ -87,7 +87,7 @@ pub(crate) fn add(
         Some(tag) => entered.allocator().graph_pool_for(tag),
         None => entered.allocator().graph_pool(),
     };
-    let pool = pool.map_err(|error| handles::judged(entered.allocator(), error))?;
+    let pool = pool.map_err(|error| handles::convert_error(entered.allocator(), error))?;
     // The allocator is entered, so a destroy that begins now will find the pool here.
     let mut known = known()?;
     known.pools += 1;
@@ -111,15 +111,15 @@ pub(crate) fn with<T>(
     }
     let handle = handle as u64;
     let owner = known()?.by_handle.get(&handle).map(|kept| kept.allocator);
-    let entered = handles::enter(owner.ok_or(GONE)? as *mut cualloc_t).map_err(|_| GONE)?;
+    let entered = handles::enter(owner.ok_or(CLOSED)? as *mut cualloc_t).map_err(|_| CLOSED)?;
     let found = known()?
         .by_handle
         .get(&handle)
         .map(|kept| Arc::clone(&kept.pool));
-    let pool = found.ok_or(GONE)?;
+    let pool = found.ok_or(CLOSED)?;
     let done = run(&pool, entered.allocator());
     drop(pool);
-    done.map_err(|error| handles::judged(entered.allocator(), error))
+    done.map_err(|error| handles::convert_error(entered.allocator(), error))
 }
 
 /// Like [`with`], for a pool that must belong to the given allocator.
@@ -151,7 +151,7 @@ pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: Opened) -> Result<u64, Fa
         None => {
             drop(known);
             drop(scope);
-            Err(GONE)
+            Err(CLOSED)
         }
     }
 }
@@ -172,7 +172,7 @@ pub(crate) fn leave(handle: *mut cualloc_pool_t, scope: u64) -> Result<(), Failu
 
 /// Whether the predicate of a scope accepts a stream. It is called without the lock, and never from inside a predicate,
 /// which could recurse without end.
-pub(crate) fn says_yes(handle: u64, scope: u64, stream: *mut c_void) -> bool {
+pub(crate) fn accepts(handle: u64, scope: u64, stream: *mut c_void) -> bool {
     if is_in_predicate() {
         return false;
     }

@@ -179,7 +179,7 @@ fn is_asleep(thread: &Path) -> bool {
 }
 
 #[test]
-fn leaving_a_scope_waits_for_who_is_in_its_predicate() {
+fn leaving_a_scope_waits_for_threads_in_its_predicate() {
     let _one = world();
     let (allocator, nothing) = (allocator(), Asked::default());
     let pool = pool_of(allocator);
@@ -403,7 +403,7 @@ fn torch_block() -> i32 {
 }
 
 #[test]
-fn what_another_thread_cannot_free_is_freed_by_a_later_call() {
+fn a_free_that_another_thread_cannot_make_is_made_by_a_later_call() {
     let _one = world();
     shared_is_simulated();
     let (asked, id) = (Asked::default(), torch_id(3));

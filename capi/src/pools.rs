@@ -180,7 +180,10 @@ pub(crate) unsafe fn enter(
             CUALLOC_SCOPE_STREAM => unsafe { enter_stream(pool, allocator, which.stream) }?,
             // If entering failed later, this call could not wait for the threads that are in the predicate.
             CUALLOC_SCOPE_WHEN if is_in_predicate() => {
-                kept = Err(Failure::Said(CUALLOC_BUSY, "the thread is in a predicate"));
+                kept = Err(Failure::Reason(
+                    CUALLOC_BUSY,
+                    "the thread is in a predicate",
+                ));
                 return Ok(());
             }
             CUALLOC_SCOPE_WHEN => match which.when {
@@ -214,7 +217,7 @@ pub(crate) unsafe fn enter(
     kept
 }
 
-const UNKNOWN: Failure = Failure::Said(CUALLOC_INVALID_ARGUMENT, "there is no such kind of scope");
+const UNKNOWN: Failure = Failure::Reason(CUALLOC_INVALID_ARGUMENT, "unknown kind of scope");
 
 /// # Safety
 /// `stream` is a live stream, or null, 1 or 2.
@@ -272,9 +275,9 @@ pub unsafe extern "C" fn cualloc_pool_footprint(
         // SAFETY: the caller's contract.
         let room = unsafe { room(out) }?;
         // SAFETY: the caller's contract.
-        let say = |footprint: &cualloc_footprint_t| unsafe { write(footprint, out, room) };
-        say(&cualloc_footprint_t::default());
-        say(&pool_table::with(pool, |pool, _| {
+        let write = |footprint: &cualloc_footprint_t| unsafe { write(footprint, out, room) };
+        write(&cualloc_footprint_t::default());
+        write(&pool_table::with(pool, |pool, _| {
             Ok(pool.footprint()?.into())
         })?);
         Ok(())

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use cualloc::held::{Locked, Mutex};
 use cualloc::record::{Context, Recorder, RecorderError, Target, set_stack_source};
 
-use crate::entry::{call, cleared, text, value};
+use crate::entry::{call, clear_result, text, value};
 use crate::options;
 #[cfg(unix)]
 use crate::results::NULL;
@@ -23,9 +23,9 @@ fn recorder() -> Result<Locked<'static, Option<Recorder>>, Failure> {
     Ok(RECORDER.lock())
 }
 
-const NONE_RUNS: Failure = Failure::Said(
+const NONE_RUNS: Failure = Failure::Reason(
     CUALLOC_INVALID_ARGUMENT,
-    "no recording runs that cualloc_record_start began",
+    "no recording runs that cualloc_record_start started",
 );
 
 impl From<RecorderError> for Failure {
@@ -33,9 +33,9 @@ impl From<RecorderError> for Failure {
         match error {
             RecorderError::Io(error) => Failure::Io(error),
             RecorderError::Read(error) => Failure::Io(std::io::Error::other(error)),
-            _ => Failure::Said(
+            _ => Failure::Reason(
                 CUALLOC_BUSY,
-                "another recording runs in this process, or is just ending",
+                "another recording runs in this process, or is ending",
             ),
         }
     }
@@ -220,7 +220,7 @@ pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -
         for out in [events, lost] {
             if !out.is_null() {
                 // SAFETY: the caller's contract.
-                unsafe { cleared(out) }?;
+                unsafe { clear_result(out) }?;
             }
         }
         let running = recorder()?.take().ok_or(NONE_RUNS)?;

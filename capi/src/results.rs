@@ -48,7 +48,7 @@ pub const CUALLOC_IO: i32 = 14;
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// A code with its reason.
-    Said(i32, &'static str),
+    Reason(i32, &'static str),
     /// A device number that does not exist, and the number of devices.
     NoSuchDevice { device: i32, count: usize },
     /// An error of the library.
@@ -62,7 +62,7 @@ pub(crate) enum Failure {
 impl Failure {
     pub(crate) fn code(&self) -> i32 {
         match self {
-            Failure::Said(code, _) => *code,
+            Failure::Reason(code, _) => *code,
             Failure::NoSuchDevice { .. } => CUALLOC_INVALID_ARGUMENT,
             Failure::Library(error) => code_of(error),
             Failure::Torch(_) => CUALLOC_OUT_OF_MEMORY,
@@ -74,14 +74,14 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failure::Said(_, why) => f.write_str(why),
+            Failure::Reason(_, why) => f.write_str(why),
             Failure::NoSuchDevice { device, count } => {
                 write!(f, "there is no device {device}: the driver has {count}")
             }
             Failure::Library(Error::OutOfMemory(error)) => f.write_str(&error.report()),
             Failure::Library(error) => error.fmt(f),
             Failure::Torch(error) => torch_text::write(error, f),
-            Failure::Io(error) => write!(f, "the recording cannot be written: {error}"),
+            Failure::Io(error) => write!(f, "cannot write the recording: {error}"),
         }
     }
 }
@@ -98,7 +98,7 @@ macro_rules! of_the_library {
 of_the_library!(Error DriverError LoadError ConfigError);
 
 /// The argument is null.
-pub(crate) const NULL: Failure = Failure::Said(CUALLOC_INVALID_ARGUMENT, "an argument is null");
+pub(crate) const NULL: Failure = Failure::Reason(CUALLOC_INVALID_ARGUMENT, "an argument is null");
 
 fn code_of(error: &Error) -> i32 {
     match error {

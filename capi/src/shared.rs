@@ -83,7 +83,7 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
         .and_then(|device| MADE.get(device))
     else {
         let why = "devices from 128 on have no shared allocator";
-        return Err(Failure::Said(CUALLOC_UNSUPPORTED, why));
+        return Err(Failure::Reason(CUALLOC_UNSUPPORTED, why));
     };
     let allocator = Allocator::with_config(&context, options.shared_config()?)?;
     let publishing = SETTINGS.lock();
@@ -112,8 +112,8 @@ pub extern "C" fn cualloc_shared_options(options: *const cualloc_options_t) -> i
         let chosen = options::find(options)?;
         let mut settings = settings()?;
         if settings.making > 0 || all().next().is_some() {
-            let why = "a shared allocator was made already, with other options";
-            return Err(Failure::Said(CUALLOC_BUSY, why));
+            let why = "cannot change the options: a shared allocator exists already";
+            return Err(Failure::Reason(CUALLOC_BUSY, why));
         }
         settings.options = Some(chosen);
         Ok(())

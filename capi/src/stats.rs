@@ -177,8 +177,8 @@ pub(crate) unsafe fn room<T>(out: *const T) -> Result<usize, Failure> {
     // SAFETY: every version of the structure begins with its size.
     let size = unsafe { out.cast::<usize>().read() };
     if size < first {
-        let why = "struct_size is not set: it is smaller than itself";
-        return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+        let why = "struct_size is not set: it is smaller than the field itself";
+        return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
     }
     let bytes = size.min(size_of::<T>()) - first;
     Ok(bytes - bytes % size_of::<u64>())
@@ -205,8 +205,8 @@ pub(crate) unsafe fn given<T: Copy>(from: *const T) -> Result<T, Failure> {
     // SAFETY: the caller's contract.
     let room = unsafe { room(from) }?;
     if room < size_of::<T>() - size_of::<usize>() {
-        let why = "struct_size is that of no version of the structure";
-        return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+        let why = "struct_size is smaller than the first version of the structure";
+        return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
     }
     // SAFETY: it has all bytes of this version.
     Ok(unsafe { from.read() })

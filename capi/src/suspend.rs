@@ -30,7 +30,7 @@ pub const CUALLOC_CONTENTS_HOST: i32 = 2;
 ///
 /// # Safety
 /// As for cualloc_suspend.
-unsafe fn selected<T>(
+unsafe fn with_selection<T>(
     handle: *mut cualloc_t,
     (select, which): (i32, *mut c_void),
     run: impl FnOnce(&Allocator, Select<'_>) -> Result<T, cualloc::Error>,
@@ -50,11 +50,11 @@ unsafe fn selected<T>(
             run(allocator, Select::Tag(tag))
         }
         _ => {
-            let why = "an unknown selection of memory";
-            return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+            let why = "unknown selection of memory";
+            return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
         }
     };
-    done.map_err(|error| handles::judged(allocator, error))
+    done.map_err(|error| handles::convert_error(allocator, error))
 }
 
 /// Returns memory to the driver and keeps its addresses, so that other processes can use the memory until
@@ -89,12 +89,12 @@ pub unsafe extern "C" fn cualloc_suspend(
             CUALLOC_CONTENTS_HOST => Contents::Host,
             _ => {
                 let why = "an unknown way with contents";
-                return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+                return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
             }
         };
         // SAFETY: the caller's contract.
         let done = unsafe {
-            selected(allocator, (select, which), |allocator, select| {
+            with_selection(allocator, (select, which), |allocator, select| {
                 allocator.suspend(select, contents)
             })
         }?;
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn cualloc_resume(
     // SAFETY: the caller's contract.
     unsafe {
         give(bytes, || {
-            Ok(selected(allocator, (select, which), resume)?.bytes)
+            Ok(with_selection(allocator, (select, which), resume)?.bytes)
         })
     }
 }

@@ -35,7 +35,7 @@ pub(crate) unsafe fn of(text: *const c_char) -> Result<Tag, Failure> {
     }
     if tags.len() == MOST {
         let why = "there are 65536 tags already";
-        return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+        return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
     }
     let kept: &'static str = Box::leak(text.into());
     tags.insert(kept);
@@ -52,5 +52,5 @@ pub(crate) unsafe fn known(text: *const c_char) -> Result<Tag, Failure> {
     let tags = TAGS.lock();
     let why = "no graph pool has this tag";
     let known = tags.get(text).map(|known| Tag::new(known));
-    known.ok_or(Failure::Said(CUALLOC_INVALID_ARGUMENT, why))
+    known.ok_or(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why))
 }

@@ -10,9 +10,9 @@ use cualloc::error::{InvalidArgument, OutOfMemory};
 use cualloc::held::Mutex;
 use cualloc::{Allocator, Error};
 
-use crate::blocks::{alloc_at_once, cualloc_free};
+use crate::blocks::{cualloc_free, try_alloc};
 use crate::device::Source;
-use crate::entry::{at_once, call, value};
+use crate::entry::{call, try_fast, value};
 use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
@@ -96,17 +96,16 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
         let mut ptr = 0;
         let out = &raw mut ptr;
         // SAFETY: the caller's contract; the address is a local's.
-        let fast = |allocator: &Allocator| unsafe { alloc_at_once(allocator, bytes, stream, out) };
+        let fast = |allocator: &Allocator| unsafe { try_alloc(allocator, bytes, stream, out) };
         // SAFETY: as above.
-        let slow = |allocator: &Allocator| unsafe {
-            alloc_slowly(allocator, (bytes, device), stream, out)
-        };
-        if at_once(shared::made(device), fast, slow).is_some() {
+        let slow =
+            |allocator: &Allocator| unsafe { alloc_slow(allocator, (bytes, device), stream, out) };
+        if try_fast(shared::made(device), fast, slow).is_some() {
             return std::ptr::with_exposed_provenance_mut(ptr as usize);
         }
     }
     // SAFETY: the caller's contract.
-    unsafe { alloc_with_any(bytes, device, stream) }
+    unsafe { alloc_checked(bytes, device, stream) }
 }
 
 /// The slow path of [`cualloc_torch_alloc`].
@@ -114,7 +113,7 @@ pub unsafe extern "C" fn cualloc_torch_alloc(
 /// # Safety
 /// As [`cualloc_torch_alloc`]; `out` is writable.
 #[inline(never)]
-unsafe fn alloc_slowly(
+unsafe fn alloc_slow(
     allocator: &Allocator,
     (bytes, device): (usize, i32),
     stream: *mut c_void,
@@ -130,7 +129,13 @@ unsafe fn alloc_slowly(
             unsafe { out.write(ptr) };
             CUALLOC_OK
         }
-        Err(error) => call(|| Err(worded(handles::judged(allocator, error), bytes, device))),
+        Err(error) => call(|| {
+            Err(to_torch_wording(
+                handles::convert_error(allocator, error),
+                bytes,
+                device,
+            ))
+        }),
     }
 }
 
@@ -140,7 +145,7 @@ unsafe fn alloc_slowly(
 /// As [`cualloc_torch_alloc`].
 #[cold]
 #[inline(never)]
-unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut c_void {
+unsafe fn alloc_checked(bytes: usize, device: i32, stream: *mut c_void) -> *mut c_void {
     let ptr = value(|| {
         if bytes == 0 {
             return Ok(0);
@@ -154,7 +159,7 @@ unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut
             // SAFETY: the caller's contract.
             unsafe { allocator.allocate_raw(bytes, stream.cast()) }
         });
-        made.map_err(|failure| worded(failure, bytes, device))
+        made.map_err(|failure| to_torch_wording(failure, bytes, device))
     });
     std::ptr::with_exposed_provenance_mut(ptr as usize)
 }
@@ -162,7 +167,7 @@ unsafe fn alloc_with_any(bytes: usize, device: i32, stream: *mut c_void) -> *mut
 /// Converts an out-of-memory error to PyTorch's wording. A request for more bytes than any device has counts as one.
 #[cold]
 #[inline(never)]
-fn worded(failure: Failure, bytes: usize, device: i32) -> Failure {
+fn to_torch_wording(failure: Failure, bytes: usize, device: i32) -> Failure {
     match failure {
         Failure::Library(Error::OutOfMemory(picture)) => Failure::Torch(picture),
         Failure::Library(Error::Invalid(InvalidArgument::Size { .. })) => {
@@ -244,7 +249,7 @@ pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
     call(|| {
         if !(0.0..=1.0).contains(&fraction) {
             let why = "the fraction of the device's memory is not from 0 to 1";
-            return Err(Failure::Said(CUALLOC_INVALID_ARGUMENT, why));
+            return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
         }
         let allocator = shared::of(device)?;
         let total = handles::with(allocator, |allocator| {

@@ -252,7 +252,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_name(
         let known = known()?;
         let open = known.open.iter().find(|open| open.scope == number);
         let why = "no capture with this number is open";
-        name = open.ok_or(Failure::Said(CUALLOC_NOT_LIVE, why))?.name;
+        name = open.ok_or(Failure::Reason(CUALLOC_NOT_LIVE, why))?.name;
         Ok(())
     });
     if !device.is_null() {
@@ -282,7 +282,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_state(number: u64, stream: *mut c_vo
         let handle = open.map(|open| open.handle);
         drop(known);
         // Called without a lock, as is all code that calls a predicate.
-        let asked = |handle| pool_table::says_yes(handle, number, stream);
+        let asked = |handle| pool_table::accepts(handle, number, stream);
         Ok(match handle {
             None => CUALLOC_TORCH_POOL_ENDED,
             Some(handle) if !stream.is_null() && asked(handle) => CUALLOC_TORCH_POOL_GOES_ON,
@@ -311,7 +311,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_abandon(number: u64, stream: *mut c_
                 let known = known()?;
                 at(&known).map(|at| known.open[at].handle)
             };
-            if handle.is_some_and(|handle| pool_table::says_yes(handle, number, stream)) {
+            if handle.is_some_and(|handle| pool_table::accepts(handle, number, stream)) {
                 return Ok(());
             }
         }

@@ -1197,7 +1197,7 @@ def recordings_have_contexts():
 
     driver()
     raises(cualloc.Error, "no recording", record.stop)
-    raises(cualloc.Error, "cannot be written", record.start, "/no/such/folder/file")
+    raises(cualloc.Error, "cannot write the recording", record.start, "/no/such/folder/file")
     for take in (record.start, record.dump, record.snapshot):
         raises(ValueError, "null byte", take, "cut\0off")
     raises(ValueError, "null byte", record.context("cut\0off").__enter__)
