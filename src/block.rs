@@ -192,7 +192,7 @@ impl BlockState {
     }
 }
 
-/// What work does with a block.
+/// How work accesses a block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Access {
     /// Reads only.

@@ -38,7 +38,9 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
         let faults = match &search.fault {
             Some(report) => replay::faults(report),
             None if search.limit.is_none() => {
-                vec![replay::Fault::new(text::no_limit(trace.required_peak()))]
+                vec![replay::Fault::new(text::no_limit_message(
+                    trace.required_peak(),
+                ))]
             }
             None => Vec::new(),
         };
@@ -104,5 +106,5 @@ fn search(
         })
         .capacity(ground.context());
     bar.finish_and_clear();
-    Ok(search.map_err(|error| FileError::no_replay(path, error))?)
+    Ok(search.map_err(|error| FileError::cannot_replay(path, error))?)
 }

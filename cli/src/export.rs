@@ -73,7 +73,7 @@ fn made(format: FormatChoice, recording: &Recording) -> Made {
     let bytes = match format {
         FormatChoice::Pytorch => Snapshot::of(recording).to_pickle(),
         FormatChoice::PytorchJson => Snapshot::of(recording).to_json().into_bytes(),
-        FormatChoice::Pprof => compressed(&profile.to_pprof()),
+        FormatChoice::Pprof => compress_gzip(&profile.to_pprof()),
         FormatChoice::Collapsed => profile.to_collapsed().into_bytes(),
         FormatChoice::Csv => Vec::new(),
     };
@@ -81,12 +81,12 @@ fn made(format: FormatChoice, recording: &Recording) -> Made {
     Made {
         bytes,
         sums_at: profile.moment().filter(|_| is_profile),
-        empty: why_empty(&profile, is_profile, recording.sampling()),
+        empty: empty_reason(&profile, is_profile, recording.sampling()),
         lacks: input::missing(recording),
     }
 }
 
-fn why_empty(profile: &Profile, is_profile: bool, sampling: u64) -> Option<String> {
+fn empty_reason(profile: &Profile, is_profile: bool, sampling: u64) -> Option<String> {
     let Some(Moment { live, .. }) = profile.moment() else {
         return Some("the recording has no allocation".to_owned());
     };
@@ -103,7 +103,7 @@ fn why_empty(profile: &Profile, is_profile: bool, sampling: u64) -> Option<Strin
 }
 
 /// Always compressed with gzip: some readers of profiles accept nothing else.
-fn compressed(bytes: &[u8]) -> Vec<u8> {
+fn compress_gzip(bytes: &[u8]) -> Vec<u8> {
     let mut packed = Vec::new();
     let mut reader = GzEncoder::new(bytes, Compression::default());
     // Reading from memory cannot fail.

@@ -50,7 +50,7 @@ impl FileError {
         }
     }
 
-    pub fn caused(self, source: impl Error + 'static) -> FileError {
+    pub fn with_source(self, source: impl Error + 'static) -> FileError {
         let source = Some(source.into());
         FileError { source, ..self }
     }
@@ -70,11 +70,13 @@ impl FileError {
     }
 
     /// The replay of a file could not start.
-    pub fn no_replay(path: &Path, error: cualloc::Error) -> FileError {
+    pub fn cannot_replay(path: &Path, error: cualloc::Error) -> FileError {
         let what = match error {
             cualloc::Error::Driver(_) => "the replay cannot begin: the device cannot be used",
             _ => "the replay cannot begin: the allocator cannot be created",
         };
-        FileError::new(what).caused(error).of(path, input::STDIN)
+        FileError::new(what)
+            .with_source(error)
+            .of(path, input::STDIN)
     }
 }

@@ -48,13 +48,13 @@ pub fn vary(global: &GlobalOptions, options: &VaryOptions, output: &mut Output) 
     }
     let trace = input::read(&options.file, &options.input, output)?.trace;
     let copies = options.copies as usize;
-    let rows = generate::varied(&trace, copies, options.percent, options.seed);
+    let rows = generate::vary_rows(&trace, copies, options.percent, options.seed);
     finish(rows, &options.out, output)
 }
 
 /// Rejects options that have no effect here.
 fn check(global: &GlobalOptions, command: &str, out: &Path) -> Result<(), Failure> {
-    if let Some(option) = global.about_device() {
+    if let Some(option) = global.device_option() {
         return Err(Failure::usage(format!(
             "{option} is not for {command}, which runs on no device"
         )));

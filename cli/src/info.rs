@@ -17,14 +17,14 @@ pub fn run(global: &GlobalOptions, output: &mut Output) -> Outcome {
     let settings = Settings::read(&Default::default())?;
     let (mut driver, mut driver_error, mut simulator) = (None, None, None);
     if choice != DeviceChoice::Sim {
-        match real() {
+        match describe_real() {
             Ok(found) => driver = Some(found),
             Err(messages) => driver_error = Some(messages),
         }
     }
     let well = driver.is_some() || choice != DeviceChoice::Cuda;
     if choice != DeviceChoice::Cuda {
-        simulator = Some(simulated(global.sim_memory())?);
+        simulator = Some(describe_simulated(global.sim_memory())?);
     }
     if output.json {
         output.json(&json!({
@@ -39,7 +39,7 @@ pub fn run(global: &GlobalOptions, output: &mut Output) -> Outcome {
     }
     output.line(concat!("cualloc ", env!("CARGO_PKG_VERSION")))?;
     if let Some(config) = settings.text() {
-        output.line(&format!("CUALLOC_CONFIG {}", text::visible(config)))?;
+        output.line(&format!("CUALLOC_CONFIG {}", text::escape(config)))?;
     }
     if let Some(driver) = &driver {
         write_driver("CUDA driver", driver, output)?;
@@ -58,12 +58,12 @@ pub fn run(global: &GlobalOptions, output: &mut Output) -> Outcome {
     Ok(well)
 }
 
-fn real() -> Result<Value, Vec<String>> {
+fn describe_real() -> Result<Value, Vec<String>> {
     let driver = Driver::load().map_err(|error| machine::load_messages(&error))?;
     describe(&driver).map_err(|error| text::messages(&error))
 }
 
-fn simulated(memory: u64) -> Result<Value, Failure> {
+fn describe_simulated(memory: u64) -> Result<Value, Failure> {
     let simulator = machine::simulator(memory)?;
     let driver = simulator.driver().map_err(MachineError::NoDriver)?;
     Ok(describe(&driver).map_err(MachineError::Driver)?)
@@ -141,12 +141,12 @@ fn uuid(bytes: [u8; 16]) -> String {
 }
 
 fn write_driver(name: &str, driver: &Value, output: &mut Output) -> io::Result<()> {
-    output.line(&format!("{name} {}", words(&driver["version"])))?;
+    output.line(&format!("{name} {}", format_value(&driver["version"])))?;
     if !driver["library"].is_null() {
-        output.line(&format!("  library {}", words(&driver["library"])))?;
+        output.line(&format!("  library {}", format_value(&driver["library"])))?;
     }
     for device in driver["devices"].as_array().into_iter().flatten() {
-        let (ordinal, name) = (&device["ordinal"], words(&device["name"]));
+        let (ordinal, name) = (&device["ordinal"], format_value(&device["name"]));
         output.line(&format!("  device {ordinal}: {name}"))?;
         if output.quiet {
             continue;
@@ -157,15 +157,15 @@ fn write_driver(name: &str, driver: &Value, output: &mut Output) -> io::Result<(
             None => "no".to_owned(),
         };
         for (name, value) in [
-            ("uuid", words(&device["uuid"])),
-            ("PCI bus", words(&device["pci_bus_id"])),
+            ("uuid", format_value(&device["uuid"])),
+            ("PCI bus", format_value(&device["pci_bus_id"])),
             ("memory", format!("{} MiB", output::mebibytes(memory))),
             ("virtual memory management", mapped),
-            ("memory pools", words(&device["memory_pools"])),
-            ("exports", words(&device["exports"])),
-            ("GPUDirect RDMA", words(&device["gpu_direct_rdma"])),
-            ("test of views", words(&device["views_test"])),
-            ("peers", words(&device["peers"])),
+            ("memory pools", format_value(&device["memory_pools"])),
+            ("exports", format_value(&device["exports"])),
+            ("GPUDirect RDMA", format_value(&device["gpu_direct_rdma"])),
+            ("test of views", format_value(&device["views_test"])),
+            ("peers", format_value(&device["peers"])),
         ] {
             output.line(&format!("    {name:<26} {value}"))?;
         }
@@ -173,13 +173,13 @@ fn write_driver(name: &str, driver: &Value, output: &mut Output) -> io::Result<(
     Ok(())
 }
 
-fn words(value: &Value) -> String {
+fn format_value(value: &Value) -> String {
     match value {
         Value::Null => "unknown".to_owned(),
         Value::Bool(yes) => if *yes { "yes" } else { "no" }.to_owned(),
         Value::String(text) => text.clone(),
         Value::Array(list) if list.is_empty() => "none".to_owned(),
-        Value::Array(list) => Vec::from_iter(list.iter().map(words)).join(", "),
+        Value::Array(list) => Vec::from_iter(list.iter().map(format_value)).join(", "),
         other => other.to_string(),
     }
 }

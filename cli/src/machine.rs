@@ -41,7 +41,7 @@ impl Machine {
                 let name = device.name();
                 let name = name.unwrap_or_else(|error| format!("a GPU without a name ({error})"));
                 output.note(&format!("device: {name}"));
-                if options.about_simulator() {
+                if options.has_simulator_option() {
                     output.note("--sim-memory is not used: it is for the simulator");
                 }
                 Ok(Machine::Cuda(device))

@@ -43,7 +43,7 @@ fn for_each(
     let mut well = true;
     for path in files {
         let outcome = work(path, output);
-        well &= output.attempted(outcome)?;
+        well &= output.report_outcome(outcome)?;
     }
     Ok(well)
 }
@@ -51,7 +51,7 @@ fn for_each(
 fn main() -> ExitCode {
     let cli = match Cli::read() {
         Ok(cli) => cli,
-        Err(error) => return refused(&error),
+        Err(error) => return exit_code_of(&error),
     };
     let usual = if cli.global.quiet { "error" } else { "warn" };
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or(usual)).init();
@@ -90,7 +90,7 @@ fn main() -> ExitCode {
 }
 
 /// Handles a command line that is invalid or asks for help.
-fn refused(error: &clap::Error) -> ExitCode {
+fn exit_code_of(error: &clap::Error) -> ExitCode {
     let steers =
         |argument: std::ffi::OsString| argument.to_string_lossy().chars().any(char::is_control);
     // Messages quote arguments verbatim; help texts quote none.

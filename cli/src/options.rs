@@ -141,14 +141,14 @@ impl GlobalOptions {
     }
 
     /// Whether an option that configures the simulator is given.
-    pub fn about_simulator(&self) -> bool {
+    pub fn has_simulator_option(&self) -> bool {
         self.sim_memory.is_some()
     }
 
     /// Rejects simulator options when no simulator will be used.
     pub fn check_simulator(&self) -> Result<(), Failure> {
         match self.device() {
-            DeviceChoice::Cuda if self.about_simulator() => Err(Failure::usage(
+            DeviceChoice::Cuda if self.has_simulator_option() => Err(Failure::usage(
                 "--sim-memory is for the simulator, not for --device cuda",
             )),
             _ => Ok(()),
@@ -156,7 +156,7 @@ impl GlobalOptions {
     }
 
     /// Returns the first option about a device, for subcommands that use none.
-    pub fn about_device(&self) -> Option<&'static str> {
+    pub fn device_option(&self) -> Option<&'static str> {
         let device = self.device.map(|_| "--device");
         device.or(self.sim_memory.map(|_| "--sim-memory"))
     }

@@ -46,7 +46,7 @@ impl Output {
     /// Writes a row of a table, preceded by the header before the first one.
     pub fn row(&mut self, table: &Table, cells: impl IntoIterator<Item = Cell>) -> io::Result<()> {
         if !std::mem::replace(&mut self.headed, true) {
-            match table.left_out() {
+            match table.hidden_columns() {
                 0 => {}
                 1 => self.note("a column does not fit here: --wide shows it"),
                 count => self.note(&format!(
@@ -75,7 +75,7 @@ impl Output {
     }
 
     /// Reports the failure of one file, so that other files can follow.
-    pub fn attempted(&mut self, outcome: Outcome) -> Outcome {
+    pub fn report_outcome(&mut self, outcome: Outcome) -> Outcome {
         match outcome {
             Err(failure @ Failure::File(_)) => {
                 self.failed(&failure)?;
@@ -136,14 +136,14 @@ impl Output {
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
         }
-        let name = text::visible(name);
+        let name = text::escape(name);
         bar.set_prefix(truncate_str(&name, BAR_NAME, "…").into_owned());
         bar
     }
 }
 
 fn complain(kind: StyledObject<&str>, text: &str) {
-    let lines = Vec::from_iter(text.lines().map(text::visible));
+    let lines = Vec::from_iter(text.lines().map(text::escape));
     let _ = writeln!(io::stderr(), "{kind}: {}", lines.join("\n    "));
 }
 
@@ -153,7 +153,7 @@ pub fn error(text: &str) {
 
 /// Writes a line to stderr unchanged.
 pub fn plain(line: &str) {
-    let _ = writeln!(io::stderr(), "{}", text::visible(line));
+    let _ = writeln!(io::stderr(), "{}", text::escape(line));
 }
 
 /// Formats bytes as MiB with one decimal.

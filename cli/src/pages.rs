@@ -34,7 +34,7 @@ pub fn man(global: &GlobalOptions, page: Option<&str>) -> Outcome {
 
 fn refuse(global: &GlobalOptions, command: &str) -> Result<(), Failure> {
     let json = global.json.then_some("--json");
-    match global.about_device().or(json) {
+    match global.device_option().or(json) {
         Some(option) => Err(Failure::usage(format!("{option} is not for {command}"))),
         None => Ok(()),
     }

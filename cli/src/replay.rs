@@ -63,7 +63,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
                 complain(path, &faults);
                 Ok(report.is_clean())
             });
-            well &= output.attempted(shown)?;
+            well &= output.report_outcome(shown)?;
         }
         Ok(well)
     })?;
@@ -118,7 +118,7 @@ fn replay(
         .on_progress(|done| bar.set_position(done))
         .run(ground.context());
     bar.finish_and_clear();
-    Ok(report.map_err(|error| FileError::no_replay(path, error))?)
+    Ok(report.map_err(|error| FileError::cannot_replay(path, error))?)
 }
 
 /// Returns the peak of reserved over that of requested memory, in the first replay and over all. None where a replay

@@ -18,7 +18,7 @@ pub fn write<T>(
         io::ErrorKind::BrokenPipe => Failure::Output(error),
         _ => {
             let what = FileError::new("cannot be written");
-            what.caused(error).of(path, STDOUT).into()
+            what.with_source(error).of(path, STDOUT).into()
         }
     })
 }

@@ -55,7 +55,7 @@ impl Cell {
 impl<T: Into<String>> From<T> for Cell {
     fn from(text: T) -> Cell {
         Cell {
-            text: text::visible(&text.into()),
+            text: text::escape(&text.into()),
             good: None,
         }
     }
@@ -73,7 +73,7 @@ impl Table {
     /// Creates a table whose first column names traces.
     pub fn of_traces(options: &TableOptions, mut columns: Vec<Column>) -> Table {
         let files = options.files.iter();
-        let names = files.map(|path| measure_text_width(&text::visible(&text::trace_name(path))));
+        let names = files.map(|path| measure_text_width(&text::escape(&text::trace_name(path))));
         columns.insert(0, Column::new("trace", "", names.max().unwrap_or(0), 0));
         let terminal = if options.wide { None } else { width() };
         Table::new(columns, terminal)
@@ -127,7 +127,7 @@ impl Table {
         shown.sum::<usize>() + gaps
     }
 
-    pub fn left_out(&self) -> usize {
+    pub fn hidden_columns(&self) -> usize {
         self.widths.iter().filter(|width| width.is_none()).count()
     }
 

@@ -5,7 +5,7 @@ use std::error::Error;
 use std::path::Path;
 
 /// Escapes all characters that could control a terminal or change the direction of text.
-pub fn visible(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     let turns = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
@@ -21,7 +21,7 @@ pub fn visible(text: &str) -> String {
 pub fn file(path: &Path, standard: &str) -> String {
     match is_standard(path) {
         true => standard.to_owned(),
-        false => visible(&path.display().to_string()),
+        false => escape(&path.display().to_string()),
     }
 }
 
@@ -51,7 +51,7 @@ pub fn trace_name(path: &Path) -> String {
 }
 
 /// Formats a count with its noun.
-pub fn counted(number: usize, name: &str) -> String {
+pub fn count_noun(number: usize, name: &str) -> String {
     match number {
         1 => format!("1 {name}"),
         number => format!("{number} {name}s"),
@@ -63,7 +63,7 @@ pub const ASSUMED: &str = "sizes are what the allocator may hold: the device nee
                            beside them; memory is scarce near the limit, else plentiful";
 
 /// The message for a trace that runs under none of the limits tried.
-pub fn no_limit(requested_peak: u64) -> String {
+pub fn no_limit_message(requested_peak: u64) -> String {
     let most = requested_peak.saturating_mul(Capacity::FACTOR);
     format!("runs under no limit up to {most} bytes")
 }

@@ -6,7 +6,7 @@ use crate::error::memory::Bytes;
 
 use super::report::Packing;
 
-/// A quantity over time, in bytes or as a number; the field that holds it says which.
+/// A quantity over time. The field that holds it states the unit: bytes or a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Counter {

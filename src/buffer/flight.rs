@@ -121,7 +121,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
         let stream = stream_behind(&host)?;
         let job: Arc<Job> = Arc::default();
         *process::lock(&job) = Some(Box::new(move || {
-            host.block.used_no_more();
+            host.block.end_use();
             run(host);
         }));
         call_behind(&stream, &job).inspect_err(|_| {
@@ -173,7 +173,7 @@ impl<T: DeviceCopy> Future for CopyInFlight<T> {
         match this.poll_or_fail(task) {
             Ok(false) => Poll::Pending,
             Ok(true) => Poll::Ready(this.take().map(|mut host| {
-                host.block.used_no_more();
+                host.block.end_use();
                 host
             })),
             Err(error) => {

@@ -152,7 +152,7 @@ impl HostBlock {
     }
 
     /// Removes all uses, whose end was observed elsewhere.
-    pub fn used_no_more(&mut self) {
+    pub fn end_use(&mut self) {
         self.uses.clear();
     }
 

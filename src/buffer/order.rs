@@ -12,7 +12,7 @@ use crate::allocator::{Block, Request};
 use crate::driver::{Context, DriverError, Entered, Stream, StreamKind, process, sys};
 use crate::resource::{Access, Source};
 use crate::sync::event::EventPools;
-use crate::sync::order::{Ended, see_end};
+use crate::sync::order::{Ended, observe_end};
 use crate::sync::{capture, order};
 
 use super::owner::{Loan, Owner};
@@ -155,7 +155,7 @@ impl Memory {
             Some(stream) if stream.own_id() == user.id => {
                 capture::refuse_capture(stream)?;
                 capture::refuse_capture(&self.stream)?;
-                Ok(self.let_home_wait(stream)?)
+                Ok(self.make_home_wait(stream)?)
             }
             // The stream was retired, or its handle means another stream on this thread.
             _ => {
@@ -218,7 +218,7 @@ impl Memory {
     /// Makes the home wait for the work of `stream`. If that fails, the next operation has to do it first.
     fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
         if id != self.stream_id {
-            self.let_home_wait(stream)
+            self.make_home_wait(stream)
                 .inspect_err(|_| self.add_unordered(stream, id, false))?;
         }
         self.finish(access)
@@ -243,7 +243,7 @@ impl Memory {
     }
 
     /// Makes the home wait for the work of `stream`, or if that fails, the host.
-    fn let_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
+    fn make_home_wait(&self, stream: &Stream) -> Result<(), DriverError> {
         order::order(stream, &self.stream, self.events()).or_else(|error| {
             // Waiting for captured work cannot end, and would invalidate the capture.
             if capture::refuse_capture(stream).is_err() {
@@ -404,7 +404,7 @@ pub(super) fn submit(
         order::order(&memory.stream, stream, memory.events()).map_err(before)?;
     }
     let entered = stream.context().enter().map_err(before)?;
-    // A failure may be that of earlier work, reported user, so the operation may have been submitted all the same.
+    // The failure may come from earlier work, so the operation may have been submitted nevertheless.
     let mut result = operation(&entered).map_err(Error::from);
     drop(entered);
     for memory in used {
@@ -426,7 +426,7 @@ pub(super) fn submit_and_wait(
         Err(Failed::Before(error)) => return Ended::Over(Err(error)),
         Err(Failed::Submitted(error)) => Err(error),
     };
-    see_end(stream, result, memory.events())
+    observe_end(stream, result, memory.events())
 }
 
 /// After a failed copy with memory of the caller, waits for it, since it may have started.
@@ -438,7 +438,7 @@ pub(super) fn started(
     match submitted {
         Ok(()) => Ok(()),
         Err(Failed::Before(error)) => Err(error),
-        Err(Failed::Submitted(error)) => match see_end(stream, Err(error), memory.events()) {
+        Err(Failed::Submitted(error)) => match observe_end(stream, Err(error), memory.events()) {
             Ended::Over(result) => result,
             Ended::Unseen(error) => Err(Error::Unseen(error)),
         },

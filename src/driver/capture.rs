@@ -33,11 +33,11 @@ impl Driver {
 
     /// Removes a refuted finding.
     pub(crate) fn not_capturing(&self, number: u64) {
-        self.found().refute(number);
+        self.found().revoke(number);
     }
 
     /// Records that the driver rejected a call because the stream is capturing.
-    pub(crate) fn saw_capture(&self, stream: CUstream) {
+    pub(crate) fn note_capture(&self, stream: CUstream) {
         self.found().add(stream, false);
     }
 
@@ -48,7 +48,7 @@ impl Driver {
 
     /// Returns this crate's own streams that may be capturing: those whose capture was begun or found here and whose
     /// end was not observed.
-    pub(crate) fn own_suspects(&self) -> Vec<Stream> {
+    pub(crate) fn list_suspects(&self) -> Vec<Stream> {
         let suspects = self.found().watched();
         suspects
             .into_iter()

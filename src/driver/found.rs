@@ -39,7 +39,7 @@ struct Finding {
     thread: ThreadId,
     number: u64,
     /// Whether no query of the driver reported this capture: it was begun by this crate, or is only suspected.
-    unasked: bool,
+    unqueried: bool,
     /// Number of reviews since it was found.
     age: u32,
 }
@@ -73,7 +73,7 @@ impl Found {
     }
 
     /// Adds a stream that is capturing, or about to.
-    pub(super) fn add(&self, stream: CUstream, unasked: bool) {
+    pub(super) fn add(&self, stream: CUstream, unqueried: bool) {
         let mut list = self.list.lock();
         let last = self.newest.fetch_add(1, Ordering::SeqCst) + 1;
         // Usually the stream was found before and is already watched.
@@ -81,10 +81,10 @@ impl Found {
         if let Some(known) = known.find(|finding| finding.is_of(stream as usize))
             && known.is_watched()
         {
-            (known.number, known.unasked, known.age) = (last, unasked, 0);
+            (known.number, known.unqueried, known.age) = (last, unqueried, 0);
             return;
         }
-        list.add_unknown(stream, last, unasked);
+        list.add_unknown(stream, last, unqueried);
         self.bits.store(list.bits(), Ordering::Relaxed);
     }
 
@@ -95,8 +95,8 @@ impl Found {
         self.newest.load(Ordering::Acquire)
     }
 
-    /// Removes a stream that a query reported as not capturing; `asked` is the newest finding at the time of the query.
-    /// Later findings stay: that capture may have begun after the answer.
+    /// Removes a stream that a query reported as not capturing. `asked` is the newest finding at the time of the query;
+    /// later findings stay, because their capture may have begun after the answer.
     #[inline(always)]
     pub(super) fn remove(&self, stream: CUstream, asked: u64) {
         if self.may_have(stream) {
@@ -117,12 +117,12 @@ impl Found {
             return Vec::new();
         }
         let list = self.list.lock();
-        let found = list.streams.iter().filter(|f| !f.unasked);
+        let found = list.streams.iter().filter(|f| !f.unqueried);
         found.map(|f| (f.stream, f.number)).collect()
     }
 
     /// Removes a refuted finding.
-    pub(super) fn refute(&self, number: u64) {
+    pub(super) fn revoke(&self, number: u64) {
         self.drop_all(|finding| finding.number == number);
     }
 
@@ -159,12 +159,12 @@ impl Findings {
     }
 
     #[cold]
-    fn add_unknown(&mut self, stream: CUstream, number: u64, unasked: bool) {
+    fn add_unknown(&mut self, stream: CUstream, number: u64, unqueried: bool) {
         let finding = Finding {
             stream: stream as usize,
             thread: ThreadId::current(),
             number,
-            unasked,
+            unqueried,
             age: 0,
         };
         // Watch the new finding before the one it replaces is removed, so that the capture never counts as over in

@@ -137,7 +137,7 @@ impl Postponed {
         self.waits.store(false, Ordering::Release);
     }
 
-    fn make_up(&self) {
+    fn run_postponed(&self) {
         if self.waits.load(Ordering::Acquire)
             && !is_gone()
             && let Some(work) = self.work.get()
@@ -149,8 +149,8 @@ impl Postponed {
 
 /// Runs deferred work, if there is any.
 pub(crate) fn do_postponed() {
-    ALLOCATORS.make_up();
-    BLOCKS.make_up();
+    ALLOCATORS.run_postponed();
+    BLOCKS.run_postponed();
 }
 
 /// Returns an empty value for a forked child, in place of data behind a lock that a thread which does not exist there
@@ -282,7 +282,7 @@ mod imp {
 }
 
 #[cfg(all(test, unix, feature = "sim"))]
-pub(crate) use child::child_says;
+pub(crate) use child::child_output;
 
 #[cfg(all(test, unix, feature = "sim"))]
 mod child {
@@ -297,7 +297,7 @@ mod child {
 
     /// Runs a function in a forked child, with the locks that the caller holds; returns whether it completed with
     /// `true`. An alarm ends a child that waits for a lock.
-    pub(crate) fn child_says(run: impl FnOnce() -> bool) -> bool {
+    pub(crate) fn child_output(run: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child uses only its own memory and locks, and ends here.
         let pid = unsafe { fork() };
         if pid == 0 {

@@ -114,17 +114,17 @@ symbols! {
     StreamIds: { cuStreamGetId cuCtxGetId }
     /// The device of a stream (12.8).
     StreamDevice: { cuStreamGetDevice }
-    /// Which capture a stream is in, and what its next node depends on (11.3).
+    /// The capture that a stream is in, and the dependencies of its next node (11.3).
     CaptureInfo: { cuStreamGetCaptureInfo_v2 }
-    /// The same with the data of edges, changes of what the next node depends on, and captures into a graph that
-    /// is there already (12.3).
+    /// The same with the data of edges, changes of the next node's dependencies, and captures into an existing graph
+    /// (12.3).
     EdgeData: {
         cuStreamGetCaptureInfo_v3 cuStreamUpdateCaptureDependencies_v2 cuStreamBeginCaptureToGraph
         cuGraphGetEdges_v2 cuGraphNodeGetDependencies_v2
     }
     /// Beginning and ending a capture (10.1).
     CaptureControl: { cuStreamBeginCapture_v2 cuStreamEndCapture cuGraphDestroy }
-    /// Graphs made by hand, and what is in a graph (10.0).
+    /// Graphs built node by node, and queries of a graph's nodes (10.0).
     Graphs: {
         cuGraphCreate cuGraphClone cuGraphAddEmptyNode cuGraphAddMemsetNode cuGraphGetNodes
         cuGraphNodeGetType cuGraphNodeGetDependencies

@@ -84,7 +84,7 @@ fn d9_no_lock_is_waited_for_in_a_forked_child() {
     let (hot, cold) = (lock::Lock::new(7), held::Mutex::new(7));
     let locked = (hot.lock(), cold.lock());
     let empty = || *process::hot_lock(&hot) == 0 && *process::lock(&cold) == 0;
-    assert!(process::child_says(empty));
+    assert!(process::child_output(empty));
     drop(locked);
     assert!(!empty());
 }

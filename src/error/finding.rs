@@ -1,8 +1,8 @@
-//! What the debug modes of an allocator find.
+//! Findings of the debug modes of an allocator.
 
 use std::fmt;
 
-/// What is wrong with a block.
+/// A defect found in a block by a debug mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Misuse {
@@ -18,7 +18,7 @@ pub enum Misuse {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct Finding {
-    /// What is wrong.
+    /// The defect.
     pub misuse: Misuse,
     /// The first byte of the block.
     pub address: u64,

@@ -61,7 +61,7 @@ fn with<T>(work: impl FnOnce(&mut Names) -> T) -> T {
 
 /// Returns the inner end of a name that is too long: whole parts, or the end of the innermost part if it alone is too
 /// long.
-fn shortened(name: &str) -> &str {
+fn shorten(name: &str) -> &str {
     let excess = name.len().saturating_sub(LONGEST);
     let mut cuts = excess..=name.len();
     let cut = cuts.find_map(|at| name.split_at_checked(at));
@@ -76,7 +76,7 @@ fn shortened(name: &str) -> &str {
 
 /// Returns the number of a name, from 1; 0 if there are too many.
 pub(crate) fn number_of(name: &str) -> u32 {
-    let name = shortened(name);
+    let name = shorten(name);
     with(|names| match names.find(name) {
         None if names.names.len() >= MOST => 0,
         known => known.unwrap_or_else(|| names.number(name)),

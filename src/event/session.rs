@@ -267,7 +267,7 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
         true => rare,
         false => &[],
     };
-    // Explanations come before what they explain: all have the same time, and rings created earlier come first.
+    // Records that explain others come first: all have the same time, and rings created earlier are read first.
     if apart.is_empty() {
         let mut tap = RARE.lock();
         rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));

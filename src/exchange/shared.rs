@@ -21,7 +21,8 @@ pub(super) type Kept = Box<dyn Send + Sync>;
 enum Holder {
     /// Device memory, our own or imported: [`Memory`] orders all operations on it.
     Device(Memory),
-    /// Our own page-locked memory, which no stream of ours uses, and the streams that use it until it is freed.
+    /// Page-locked memory of this crate that none of its streams uses, and the foreign streams that use it until it is
+    /// freed.
     Host(HostBlock, Mutex<Vec<KeptStream>>),
     /// No memory at all.
     Kept(#[expect(dead_code, reason = "kept for its drop")] Kept),
@@ -100,7 +101,7 @@ impl Shared {
         }
     }
 
-    /// No bytes, no memory.
+    /// Memory of no bytes.
     pub(super) fn empty(stream: &Stream) -> Arc<Shared> {
         Arc::new(Shared::new(None, stream, 0, 0))
     }

@@ -133,7 +133,7 @@ impl Fragmentation {
 pub struct PoolReport {
     /// The bytes held, and the blocks allocated and freed.
     pub usage: Usage,
-    /// Live blocks by the size that was asked for.
+    /// Live blocks by requested size.
     pub sizes: SizeHistogram,
     /// The free memory.
     pub fragmentation: Fragmentation,

@@ -161,7 +161,7 @@ unsafe impl MemoryResource for Inner {
         self.ordinal
     }
 
-    /// Nothing before the allocator is made.
+    /// `None` before the allocator is created.
     fn upstream(&self) -> Option<&dyn MemoryResource> {
         let allocator: &dyn MemoryResource = self.allocator.get()?;
         Some(allocator)

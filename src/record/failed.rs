@@ -20,9 +20,9 @@ pub struct FailedRequest {
     pub cause: Option<Cause>,
     /// Missing bytes, rounded up to a multiple of 512.
     pub missing: Option<u64>,
-    /// The allocator's limit at the time; none if it had no limit, or the recording does not tell.
+    /// The allocator's limit at the time; none if it had no limit, or if the recording lacks it.
     pub limit: Option<u64>,
-    /// The memory regime at the time, if the recording tells.
+    /// The memory regime at the time, if the recording has it.
     pub regime: Option<Regime>,
     /// Free bytes of the device, rounded down to a multiple of 512.
     pub device_free: Option<u64>,

@@ -95,7 +95,7 @@ fn read(tree: &Tree) -> Result<Snapshot, SnapshotError> {
         false => root.named("segments"),
     };
     if !may_be_segments(&segments, whole) {
-        let found = what_else(&root, &segments);
+        let found = describe_other(&root, &segments);
         return Err(SnapshotError::NotASnapshot { found });
     }
     let mut reader = Reader {
@@ -133,7 +133,7 @@ fn may_be_segments(segments: &Value<'_>, whole: bool) -> bool {
     }
 }
 
-fn what_else(root: &Value<'_>, segments: &Value<'_>) -> String {
+fn describe_other(root: &Value<'_>, segments: &Value<'_>) -> String {
     if root.get("traceEvents").exists().is_some() {
         return "a trace of torch.profiler".to_owned();
     }

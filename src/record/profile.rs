@@ -99,7 +99,7 @@ struct Block {
     /// The index of its allocation.
     born: usize,
     bytes: u64,
-    /// None for what was live when the recording began.
+    /// None for blocks that were live when the recording began.
     context: Option<u32>,
     /// The number of blocks it stands for.
     weight: f64,

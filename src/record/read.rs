@@ -300,7 +300,7 @@ fn written_in(records: &[u8], known: u64, capacity: u64) -> u64 {
 
 /// Makes the times of each ring's records, which are in writing order, non-decreasing: a processor may read its counter
 /// slightly early. Blocks that existed at the start were recorded later, and stay at the start.
-fn straighten(records: &mut [Raw], first: u64) {
+fn sort_records(records: &mut [Raw], first: u64) {
     let mut latest: HashMap<u32, u64> = HashMap::new();
     for raw in records {
         let time = &mut raw.record[0];
@@ -314,7 +314,7 @@ fn straighten(records: &mut [Raw], first: u64) {
 
 /// Sorts records and converts them to events.
 fn merge(mut parts: Parts, (per_second, first, start): (u64, u64, u64)) -> Recording {
-    straighten(&mut parts.records, first);
+    sort_records(&mut parts.records, first);
     parts
         .records
         .sort_unstable_by_key(|raw| (raw.record[0], raw.ring, raw.number));
@@ -497,7 +497,7 @@ mod tests {
         };
         let rings = [(0, 20), (1, 15), (0, 18), (0, 10), (1, 16), (0, 21)];
         let mut records: Vec<Raw> = rings.into_iter().enumerate().map(raw).collect();
-        straighten(&mut records, 10);
+        sort_records(&mut records, 10);
         let times: Vec<u64> = records.iter().map(|raw| raw.record[0]).collect();
         assert_eq!(times, [20, 15, 20, 10, 16, 21]);
     }

@@ -15,7 +15,7 @@ use crate::record::read::ReadError;
 use crate::record::recording::Recording;
 use crate::record::snapshot::Snapshot;
 
-/// Where a recording goes.
+/// The target of a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Target<'a> {

@@ -89,7 +89,7 @@ impl Device {
             .held
             .get(&event.address)
             .map(|held| event.address + held.bytes);
-        // The end of what is still there was lost, so it is removed first.
+        // The record of the old block's free was lost, so the block is removed first.
         let lost = end
             .into_iter()
             .flat_map(|end| self.live.range(event.address..end));

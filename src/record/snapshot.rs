@@ -108,7 +108,7 @@ pub(super) struct Entry {
 /// Device ordinals are below this.
 pub(super) const DEVICES: usize = 1024;
 
-/// What the file of a snapshot leaves unspecified.
+/// Information that the file of a snapshot lacks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Gaps {
     /// Number of blocks in use whose requested size is unknown. Their own size is used.

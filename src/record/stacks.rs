@@ -39,7 +39,7 @@ impl Stacks {
                 .get("user_metadata")
                 .text("a text")
                 .unwrap_or_default();
-            return Ok(self.number(&shortened(text)));
+            return Ok(self.number(&shorten(text)));
         }
         // Innermost first.
         let innermost = parts.iter().enumerate().take(MOST_FRAMES).rev();
@@ -74,18 +74,18 @@ fn name(frame: &Value<'_>) -> Result<String, Unexpected> {
         .exists()
         .map(|function| function.text("the name of a function"));
     let file = file.transpose()?.and_then(|file| file.rsplit('/').next());
-    let file = file.filter(|file| !file.is_empty()).map(shortened);
+    let file = file.filter(|file| !file.is_empty()).map(shorten);
     // Python writes -1 for an unknown line. Without a file a line has no meaning.
     let line = line
         .transpose()?
         .filter(|line| file.is_some() && *line <= MOST_LINES);
-    let function = shortened(function.transpose()?.unwrap_or("?"));
+    let function = shorten(function.transpose()?.unwrap_or("?"));
     let parts = [file, line.map(|line| line.to_string()), Some(function)];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     // Semicolons separate frames, so they are replaced.
     Ok(parts.join(":").replace(';', ","))
 }
 
-fn shortened(text: &str) -> String {
+fn shorten(text: &str) -> String {
     text.chars().take(MOST_CHARACTERS).collect()
 }

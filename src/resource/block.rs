@@ -27,14 +27,14 @@ pub struct RawBlock {
     alignment: u8,
     /// The number of resources of the stack that order its uses in a way that those below them do not know.
     keepers: u32,
-    /// Its owner was dropped: a resource that cannot take it back now does so later.
+    /// Its owner was dropped: a resource that cannot deallocate it now does so later.
     abandoned: bool,
     /// The position of the block in a table of its source.
     note: u64,
     /// How many streams of its allocator had been retired before the allocation: while that number is the same, its
     /// own stream is not among them.
     retirements: u64,
-    /// What budgets charged for it, the lowest budget first. Most blocks have at most one.
+    /// The charges of budgets for it, the lowest budget first. Most blocks have at most one.
     charges: SmallVec<[Charge; 1]>,
 }
 
@@ -92,28 +92,28 @@ impl RawBlock {
         }
     }
 
-    /// Its identity.
+    /// The block's id.
     #[inline]
     pub fn id(&self) -> BlockId {
         self.id
     }
 
-    /// Its first byte.
+    /// The address of the first byte.
     pub fn ptr(&self) -> sys::CUdeviceptr {
         self.id.ptr()
     }
 
-    /// Usable bytes: those that were asked for, rounded up.
+    /// Usable bytes: the requested bytes, rounded up.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// The alignment in bytes that was asked for.
+    /// The requested alignment in bytes.
     pub fn alignment(&self) -> usize {
         1usize.checked_shl(self.alignment.into()).unwrap_or(1)
     }
 
-    /// Its label.
+    /// The block's label.
     pub fn tag(&self) -> Tag {
         self.tag
     }

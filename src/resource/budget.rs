@@ -58,8 +58,9 @@ impl<R: MemoryResource> Budget<R> {
         }
     }
 
-    /// A budget of live bytes: a block leaves it when it is deallocated, also while its memory is still pending below.
-    /// Counts what is allocated through it from now on, exact to the byte, its requests and its failures.
+    /// Creates a budget of live bytes: a block no longer counts once it is deallocated, even while its memory is still
+    /// pending below. Counts the blocks allocated through it from now on, exact to the byte, with its requests and
+    /// failures.
     pub fn of_live(inner: R, limit: Option<u64>) -> Budget<R> {
         Budget {
             inner,

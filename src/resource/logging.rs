@@ -252,7 +252,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         }
     }
 
-    /// With a clock for the records' times.
+    /// Replaces the clock of the records' times: for tests.
     #[doc(hidden)]
     pub fn with_clock(mut self, clock: &Clock) -> Self {
         self.clock = clock.clone();

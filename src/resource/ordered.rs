@@ -197,12 +197,18 @@ impl<R: MemoryResource> AccessOrdered<R> {
             charges.into_iter().for_each(|charge| block.attach(charge));
             return reopen(block, failure.error);
         }
-        self.deallocated(id, marker, covers, charges);
+        self.note_deallocation(id, marker, covers, charges);
         Ok(())
     }
 
     /// Adds a pending deallocation, unless there is no marker to wait for.
-    fn deallocated(&self, id: BlockId, marker: Option<Pooled>, covers: u64, charges: Vec<Charge>) {
+    fn note_deallocation(
+        &self,
+        id: BlockId,
+        marker: Option<Pooled>,
+        covers: u64,
+        charges: Vec<Charge>,
+    ) {
         let mut guard = self.metadata();
         let metadata = &mut *guard;
         metadata.usage.sub(id.bytes() as u64);

@@ -19,7 +19,7 @@ use crate::locks::held::RwLock;
 /// The interval of [`OomPolicy::Wait`].
 const POLL: Duration = Duration::from_millis(100);
 
-/// What a [`Relief`] does when memory has run out and its hooks did not help.
+/// The action of a [`Relief`] when memory has run out and its hooks did not help.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OomPolicy {
@@ -82,7 +82,7 @@ impl<R: MemoryResource> Relief<R> {
         }
     }
 
-    /// With a clock that [`OomPolicy::Wait`] goes by instead of the system's.
+    /// Replaces the clock of [`OomPolicy::Wait`]: for tests.
     #[doc(hidden)]
     pub fn with_clock(mut self, clock: &Clock) -> Relief<R> {
         self.clock = clock.clone();

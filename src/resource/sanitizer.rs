@@ -211,7 +211,7 @@ impl<R: MemoryResource> Sanitizer<R> {
         self.fill(id, byte, stream)?;
         match tracking {
             UseTracking::Access => self.inner.finish_use(id, stream, Access::Write),
-            // For a stream that was retired, or is not the block's on this thread.
+            // The stream was retired, or is not the block's own on this thread.
             UseTracking::Reuse => self.inner.record_use(id, stream),
             UseTracking::None => Ok(()),
         }

@@ -13,7 +13,7 @@ use super::usage::Usage;
 /// How a resource tracks the use of its blocks on streams other than their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum UseTracking {
-    /// Nothing: no use is accepted.
+    /// No use is accepted.
     None,
     /// [`record_use`](MemoryResource::record_use) delays reuse; the order of reads and writes is the caller's.
     Reuse,

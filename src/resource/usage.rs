@@ -1,10 +1,10 @@
-//! What a resource holds and hands out.
+//! Statistics of a resource.
 
 use crate::allocator::{Counter, Stats};
 use crate::driver::MemInfo;
 
-/// What a resource holds and hands out: in bytes, unless a field says otherwise. Figures that the resource does not
-/// count are zero or none.
+/// Statistics of a resource: in bytes, unless a field states otherwise. Figures that the resource does not count are
+/// zero or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Usage {
@@ -32,7 +32,7 @@ pub struct Usage {
     pub recoveries: u64,
     /// The bound on live and pending bytes, if there is one.
     pub limit: Option<u64>,
-    /// Memory of the device as the driver reports it; none if it was not asked.
+    /// Memory of the device as the driver reports it; none if it was not queried.
     pub device_memory: Option<MemInfo>,
 }
 

@@ -46,7 +46,7 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// The same place once more.
+    /// Returns another pointer to the same place.
     pub(super) fn same(other: &Out<T>) -> Out<T> {
         Out(other.0)
     }
@@ -58,7 +58,7 @@ impl<T> Out<T> {
         }
     }
 
-    /// Whether there is somewhere to write to.
+    /// Checks that the pointer is not null.
     pub(super) fn check(&self) -> R {
         if self.0.is_null() {
             fail(CUresult::CUDA_ERROR_INVALID_VALUE)
@@ -82,7 +82,7 @@ impl<T> Out<T> {
         In(self.0)
     }
 
-    /// Stores the elements of an array, which the caller said to have room for.
+    /// Stores the elements of an array that the caller has declared large enough.
     pub(super) fn fill(&self, values: impl IntoIterator<Item = T>) {
         if self.0.is_null() {
             return;
@@ -192,7 +192,7 @@ impl Arg<*mut *mut c_void> for Params {
 }
 
 impl From<*mut *mut c_void> for Params {
-    /// Of a structure that the caller of a driver function passes, which is under the same contract.
+    /// Takes the pointer from a structure that the caller of a driver function passes, under the same contract.
     fn from(params: *mut *mut c_void) -> Params {
         Params(params)
     }
@@ -213,7 +213,7 @@ impl Params {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Host {
     address: usize,
-    /// Of the page-locked block that it lay in when the operation was submitted; 0 for other memory.
+    /// The life of the page-locked block that contained it when the operation was submitted; 0 for other memory.
     pub(super) life: u64,
 }
 

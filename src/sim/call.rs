@@ -1,4 +1,4 @@
-//! The driver's functions: one list, from which everything else is derived, and what a call returns.
+//! The driver's functions, in one list from which everything else is derived, and the result of a call.
 
 use crate::driver::sys::CUresult;
 

@@ -1,4 +1,4 @@
-//! Vector clocks: what is known to have happened before.
+//! Vector clocks: the operations that are known to have happened before.
 
 /// For each queue, the newest operation that is known to come before.
 #[derive(Clone, Default, Debug, PartialEq, Eq)]
@@ -15,7 +15,7 @@ impl Clock {
         self.get(queue) >= seq
     }
 
-    /// Whether everything that `other` knows comes before.
+    /// Whether all operations of `other` come before.
     pub(super) fn includes(&self, other: &Clock) -> bool {
         (0u32..)
             .zip(&other.0)
@@ -31,7 +31,7 @@ impl Clock {
         self.0[index] = self.0[index].max(seq);
     }
 
-    /// Adds everything that `other` knows; returns whether anything was new.
+    /// Adds all operations of `other`; returns whether any was new.
     pub(super) fn merge(&mut self, other: &Clock) -> bool {
         let mut news = false;
         for (index, &seq) in other.0.iter().enumerate() {
@@ -43,7 +43,7 @@ impl Clock {
         news
     }
 
-    /// Keeps only what both know.
+    /// Keeps the operations that are in both.
     pub(super) fn intersect(&mut self, other: &Clock) {
         for (index, seq) in self.0.iter_mut().enumerate() {
             *seq = (*seq).min(other.get(index as u32));

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What an interval holds, seen from its first byte.
+/// The content of an interval, from its first byte on.
 #[derive(Clone, Debug)]
 pub(super) enum Content {
     /// 32-bit words `first + i * step` (step 0 or 1), beginning `phase` bytes into the first one.
@@ -44,7 +44,7 @@ impl Content {
         }
     }
 
-    /// The first `len` bytes. Of a fill, copies of one word: this is most of what downloads cost.
+    /// Returns the first `len` bytes. For a fill they are copies of one word, which dominates the cost of downloads.
     pub(super) fn bytes(&self, len: usize) -> Vec<u8> {
         match self {
             Content::Words { first, step, phase } => {
@@ -71,7 +71,7 @@ impl Content {
         }
     }
 
-    /// Whether `next` goes on where this one ends after `len` bytes.
+    /// Whether `next` continues this content after `len` bytes.
     fn continues(&self, len: u64, next: &Content) -> bool {
         match (self, next) {
             (
@@ -92,7 +92,7 @@ impl Content {
     }
 }
 
-/// The contents of one physical allocation; what no interval covers is undefined.
+/// The contents of one physical allocation; bytes outside of all intervals are undefined.
 #[derive(Default, Debug)]
 pub(super) struct Contents {
     map: BTreeMap<u64, (u64, Content)>,

@@ -430,7 +430,7 @@ impl State {
     }
 }
 
-/// Words that differ among stretches whose borders lie inside words.
+/// Counts differing words in stretches whose borders lie inside words.
 fn broken_words(seed: u32, stretches: &[(u64, u64, Option<Content>)]) -> u64 {
     let mut wrong = std::collections::BTreeSet::new();
     for (at, len, content) in stretches {

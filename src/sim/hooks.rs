@@ -17,9 +17,9 @@ pub struct Moment {
     pub call: &'static str,
     /// How many calls there were since the first hook was set, with this one.
     pub number: u64,
-    /// The calling thread, as [`LogEntry::thread`](super::LogEntry::thread) has it.
+    /// The calling thread, numbered as in [`LogEntry::thread`](super::LogEntry::thread).
     pub thread: u64,
-    /// What the call returns; `None` before it is made.
+    /// The result of the call; `None` before it.
     pub result: Option<CUresult>,
 }
 
@@ -49,13 +49,13 @@ static PLACES: [Place; SLOT_COUNT] = [const {
 }; SLOT_COUNT];
 
 thread_local! {
-    /// Whether this thread is in a hook, whose own calls have none.
+    /// Whether this thread is in a hook; calls made there run no hooks.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
     /// Whether this thread runs the function of a user object.
     static CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Undoes a change of a thread's cell, also when what was done meanwhile panicked.
+/// Restores a thread's cell when dropped, also after a panic.
 struct Restore<T: Copy + 'static>(&'static std::thread::LocalKey<Cell<T>>, T);
 
 impl<T: Copy> Drop for Restore<T> {
@@ -64,7 +64,7 @@ impl<T: Copy> Drop for Restore<T> {
     }
 }
 
-/// Runs the function of a user object, which the driver calls on a thread of its own and which must not call it.
+/// Runs the function of a user object. A real driver calls it on its own thread, and it must not call the driver.
 pub(super) fn as_callback(run: impl FnOnce()) {
     let _restore = Restore(&CALLBACK, CALLBACK.replace(true));
     run();

@@ -1,4 +1,4 @@
-//! Page-locked host memory: its life, and who uses it.
+//! Page-locked host memory: its lifetime and its users.
 
 use super::args::{Host, Out};
 use super::call::{R, fail};
@@ -32,7 +32,7 @@ impl State {
         self.host_blocks.insert(start, block);
     }
 
-    /// Notes which page-locked blocks work that is submitted will use. Other memory is the caller's.
+    /// Records the page-locked blocks that submitted work will use. Other memory is the caller's responsibility.
     pub(super) fn mark_host(&self, work: &mut Work) {
         let mark = |host: &mut Host| {
             let block = self.host_block_at(host.address() as u64);
@@ -91,7 +91,7 @@ impl State {
         true
     }
 
-    /// Takes a block away, and reports who still uses it as far as the host knows.
+    /// Removes a block, and reports uses of it that the host has not observed complete.
     fn end_host(&mut self, start: u64) {
         let Some(block) = self.host_blocks.remove(&start) else {
             return;

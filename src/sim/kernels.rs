@@ -21,14 +21,14 @@ fn fill(word: u32, step: u32) -> Content {
 }
 
 impl State {
-    /// The device whose memory an address is, or the current one.
+    /// The device whose memory contains an address, else the current one.
     fn owner(&self, address: u64, otherwise: usize) -> usize {
         let alloc = self.mapping_at(address).map(|(_, mapping)| mapping.alloc);
         let alloc = alloc.and_then(|alloc| self.allocs[alloc as usize].as_ref());
         alloc.map_or(otherwise, |alloc| alloc.device)
     }
 
-    /// What a launch of a function does.
+    /// The effect of launching a function.
     pub(super) fn kernel(
         &mut self,
         function: CUfunction,

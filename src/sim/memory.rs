@@ -89,7 +89,7 @@ impl State {
         }
     }
 
-    /// What a mapping of an allocation shows where second mappings show something else.
+    /// The memory that a second mapping shows on a device without aliasing.
     pub(super) fn phantom_of(&mut self, alloc: u32) -> R<u32> {
         let Some(entry) = &self.allocs[alloc as usize] else {
             return Ok(alloc);
@@ -98,7 +98,7 @@ impl State {
             return Ok(alloc);
         }
         let (device, bytes, props) = (entry.device, entry.bytes, entry.props);
-        // Not physical memory of its own.
+        // It has no physical memory of its own.
         self.create_charged(device, bytes, 0, (0, props))
     }
 
@@ -135,7 +135,7 @@ impl State {
         (address < start + mapping.bytes).then_some((start, mapping))
     }
 
-    /// Reports uses of the mapping at `address` that the host does not know to be complete.
+    /// Reports uses of the mapping at `address` that the host has not observed complete.
     pub(super) fn check_unused(&mut self, address: u64, strict: bool) {
         let Some(mapping) = self.mappings.get(&address) else {
             return;

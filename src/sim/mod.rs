@@ -88,7 +88,7 @@ struct Inner {
     missing: Vec<String>,
 }
 
-/// What a driver keeps of its simulator: the place, which is then not reused, and a reference.
+/// The part of a simulator that its drivers keep: the place, which is not reused while they exist, and a reference.
 struct Ground {
     _place: Arc<Place>,
     simulator: Weak<Inner>,
@@ -98,7 +98,7 @@ struct Ground {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PendingOp {
-    /// The id of its stream; of a graph's node, that of a hidden stream on which some of the nodes run.
+    /// The id of its stream; for a node of a graph, the id of a hidden stream on which some of the nodes run.
     pub stream: u64,
     /// Its position in the stream's work, counted from 1.
     pub sequence: u64,
@@ -213,7 +213,7 @@ impl Simulator {
         });
     }
 
-    /// Begins the next row of [`Mode::Lag`], and completes what is due by then.
+    /// Begins the next row of [`Mode::Lag`], and completes the work that is due.
     pub fn advance_row(&self) {
         self.with(|state| {
             state.row += 1;
@@ -397,8 +397,8 @@ impl Simulator {
             .unwrap_or(0)
     }
 
-    /// Sets how many bytes of the device "another process" holds. May exceed what is free; then
-    /// nothing is free.
+    /// Sets the number of bytes that "another process" holds on the device. If it exceeds the free memory, nothing is
+    /// free.
     pub fn take_memory(&self, device: usize, bytes: u64) {
         self.with(|state| {
             if let Some(device) = state.devices.get_mut(device) {
@@ -517,10 +517,10 @@ impl Simulator {
         self.with(|state| state.ended = true);
     }
 
-    /// Sets a hook to run before each driver call, replacing the former one: it stands for what another thread does at
-    /// that moment. It runs in the calling thread without the simulator's lock, so it may call the driver and this
-    /// type, as itself or [as another thread](Simulator::as_thread); its own calls run no hooks. With several calling
-    /// threads it may run concurrently.
+    /// Sets a hook to run before each driver call, replacing the former one. It plays the role of another thread that
+    /// acts at that moment. It runs in the calling thread without the simulator's lock, so it may call the driver and
+    /// this type, as itself or [as another thread](Simulator::as_thread); its own calls run no hooks. With several
+    /// calling threads it may run concurrently.
     #[doc(hidden)]
     pub fn before(&self, hook: impl Fn(&Moment) + Send + Sync + 'static) {
         hooks::set(self.0.place.slot, |hooks| {

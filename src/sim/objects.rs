@@ -1,4 +1,4 @@
-//! What else has a handle: kernels, pools, and what is shared; and host functions.
+//! Other objects with handles: kernels, pools, shared memory and host functions.
 
 use super::clocks::Clock;
 use super::hooks;
@@ -11,9 +11,9 @@ use std::thread;
 pub(super) struct Callback {
     pub(super) function: CUhostFn,
     pub(super) data: usize,
-    /// Whether it is a user object's, in which no call of the driver is let through.
+    /// Whether it belongs to a user object: then all its driver calls are refused.
     pub(super) alone: bool,
-    /// Whether another thread runs it, after those before it, while the thread that caused it goes on.
+    /// Whether another thread runs it, in order, while the thread that caused it continues.
     pub(super) late: bool,
 }
 
@@ -75,7 +75,7 @@ pub(super) struct Pool {
     pub(super) device: usize,
     pub(super) default: bool,
     pub(super) destroyed: bool,
-    /// Imports that are not destroyed, which have the handle of the pool itself here.
+    /// Number of imports that are not destroyed; here they share the handle of the pool.
     pub(super) imports: u64,
     pub(super) max: u64,
     pub(super) handle_types: CUmemAllocationHandleType,
@@ -124,7 +124,7 @@ impl Pool {
     }
 }
 
-/// What a shared number stands for, and what keeps the number from being used again.
+/// The object behind a shared number, and the resource that reserves the number.
 pub(super) struct Shared {
     /// An allocation, or a pool.
     pub(super) what: u32,

@@ -1,4 +1,4 @@
-//! Memory as the simulator knows it: of devices, in address space, of the host.
+//! Memory in the simulator: of devices, in address space, of the host.
 
 use super::address::Addresses;
 use super::contents::Contents;
@@ -6,7 +6,7 @@ use super::race::{Entry, History};
 use crate::driver::sys::*;
 use std::cell::UnsafeCell;
 
-/// What a handle was created with, as far as it is asked for later.
+/// The properties that a handle was created with, as far as they can be queried later.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Props {
     pub(super) handle_types: u32,
@@ -52,10 +52,10 @@ pub(super) struct Alloc {
     pub(super) mappings: u64,
     /// Handle value, for memory made by `cuMemCreate`.
     pub(super) handle: u64,
-    /// What it was created with.
+    /// The properties that it was created with.
     pub(super) props: Props,
-    /// What it takes of the device: more than it has, where the device rounds up, nothing for what lies in
-    /// memory that is counted already.
+    /// Bytes that it takes from the device: more than its size where the device rounds up, none if they are already
+    /// counted.
     pub(super) charged: u64,
     /// Unique over the life of the simulator.
     pub(super) block_id: u64,
@@ -103,7 +103,7 @@ pub(super) struct HostBlock {
     /// Allocated by us and written through raw pointers while we own it; none if it was registered.
     pub(super) memory: Option<Box<[UnsafeCell<u128>]>>,
     pub(super) bytes: u64,
-    /// Of its own, over the life of the simulator.
+    /// Unique over the life of the simulator.
     pub(super) life: u64,
     /// The newest operation of each queue that used it.
     pub(super) uses: Vec<Entry>,

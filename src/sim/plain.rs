@@ -10,8 +10,8 @@ use crate::driver::sys::CUresult;
 /// Plain allocations are rounded up to this.
 const ALIGN: u64 = 512;
 
-/// `cuMemAlloc` takes a multiple of this of the device; what is at most half of it shares one with other such memory of
-/// its context.
+/// `cuMemAlloc` takes a multiple of this from the device; allocations of at most half of it share one with others of
+/// their context.
 const UNIT: u64 = 2 << 20;
 const OUT_OF_MEMORY: CUresult = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
 
@@ -103,7 +103,7 @@ impl State {
         Ok(address)
     }
 
-    /// Frees all plain memory of a context, whose work is done.
+    /// Frees all plain memory of a context whose work is complete.
     pub(super) fn free_plain_of(&mut self, ctx: usize) {
         let mine = |mapping: &Mapping| {
             mapping.origin == Origin::Plain(ctx) || mapping.origin == Origin::Ipc(ctx)

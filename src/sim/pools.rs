@@ -109,13 +109,13 @@ impl State {
         }
         self.pool_blocks.insert(start, Live { bytes, pool: value });
         self.submit_wait(queue, other, seq, &clock);
-        // Opportunistic reuse has seen the free complete, so it comes before in fact.
+        // Opportunistic reuse has observed the free complete, so it precedes this allocation.
         self.order_after(queue, other, seq, &clock);
         self.submit_turn(queue, value, start, bytes);
         Ok(start)
     }
 
-    /// Who uses pool memory must come after its allocation and before its free, by stream or event.
+    /// Orders uses of pool memory after its allocation and before its free, by streams or events.
     fn submit_turn(&mut self, queue: u32, pool: u64, address: u64, bytes: u64) -> u64 {
         let device = match self.pools.get(&pool) {
             Some(pool) => pool.device,
@@ -218,8 +218,7 @@ impl State {
         self.pool_give(start, queue)
     }
 
-    /// Gives whole free segments back, until `keep` bytes are left, as far as the host knows that
-    /// their frees are complete.
+    /// Releases whole free segments until `keep` bytes are left, if the host has observed their frees complete.
     fn release_pool_segments(&mut self, value: u64, keep: u64) {
         let Some(pool) = self.pools.get_mut(&value) else {
             return;
@@ -246,7 +245,7 @@ impl State {
                 .retain(|at, _| !(start..start + size).contains(at));
         }
         let empty = pool.destroyed && pool.segments.is_empty();
-        // The addresses are never given out again, so that a stale one is seen for what it is.
+        // The addresses are never reused, so that a stale one is recognised.
         for (start, _) in gone {
             self.unmap(start);
         }
@@ -255,7 +254,7 @@ impl State {
         }
     }
 
-    /// The host has synchronised: pools give back what is above their threshold.
+    /// Releases the memory of pools above their thresholds, after the host has synchronised.
     pub(super) fn pools_synchronised(&mut self) {
         if self.pools.is_empty() {
             return;
@@ -364,8 +363,8 @@ impl State {
             }
             pool.destroyed = true;
             pool.threshold = 0;
-            // The pool may go at once, though its queued frees are not seen complete: the driver
-            // holds the memory until they are.
+            // The pool may be destroyed immediately, although its queued frees are not complete: the driver holds the
+            // memory until they are.
         }
         for device in &mut self.devices {
             device.pool = device.pool.filter(|&current| current != value);

@@ -1,15 +1,15 @@
-//! Who touched which physical bytes last: the memory of the race detector.
+//! The last accesses to physical bytes: the data of the race detector.
 
 use super::clocks::Clock;
 use std::collections::BTreeMap;
 
-/// One operation, as much of it as a report needs.
+/// An operation, as reports describe it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub(super) queue: u32,
     pub(super) label: u32,
     pub(super) seq: u64,
-    /// What a report says: the sequence in the stream, or the position in the graph.
+    /// The operation that a report names: by its sequence number in the stream, or its position in the graph.
     pub(super) position: u64,
     /// The node of a launched graph; 0 for other work.
     pub(super) node: u64,
@@ -148,7 +148,7 @@ impl History {
         conflict
     }
 
-    /// Forgets what comes before everything that can still be submitted or complete.
+    /// Forgets accesses that precede everything that can still be submitted or complete.
     pub(super) fn prune(&mut self, floor: &Clock) {
         self.map.retain(|_, (_, record)| {
             record.writer = record

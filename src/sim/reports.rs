@@ -1,4 +1,4 @@
-//! What the simulator found wrong.
+//! Rule violations that the simulator found.
 
 use std::fmt;
 
@@ -6,9 +6,9 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Site {
-    /// What it was: the name of a driver call or of a kernel.
+    /// The name of the driver call or of the kernel.
     pub kind: &'static str,
-    /// The id of its stream; of a graph's node, that of the stream on which the graph was launched.
+    /// The id of its stream; for a node of a graph, the id of the stream on which the graph was launched.
     pub stream: u64,
     /// Its position in the stream's work, or in its graph, counted from 1.
     pub sequence: u64,
@@ -18,7 +18,7 @@ pub struct Site {
     pub address: u64,
     /// Bytes of that range.
     pub bytes: u64,
-    /// What the submitting thread had set by [`Simulator::set_site`](super::Simulator::set_site).
+    /// The label that the submitting thread had set by [`Simulator::set_site`](super::Simulator::set_site).
     pub label: String,
 }
 
@@ -65,7 +65,7 @@ pub enum Report {
         /// The device that was refused.
         device: usize,
     },
-    /// Memory was unmapped, or given back, under an operation not yet known to be complete.
+    /// Memory was unmapped or released although an operation that uses it was not known to be complete.
     InUse {
         /// The driver call.
         call: &'static str,
@@ -91,7 +91,7 @@ pub enum Report {
     Destroyed {
         /// The driver call.
         call: &'static str,
-        /// What kind of handle: "stream", "event", "handle", "allocation" and so on.
+        /// The kind of handle: "stream", "event", "handle", "allocation" and so on.
         object: &'static str,
         /// Its value.
         value: u64,
@@ -100,7 +100,7 @@ pub enum Report {
     Unknown {
         /// The driver call.
         call: &'static str,
-        /// What kind of handle.
+        /// The kind of handle.
         object: &'static str,
         /// Its value.
         value: u64,
@@ -125,8 +125,8 @@ pub enum Report {
         /// The driver call.
         call: &'static str,
     },
-    /// A call by a thread that holds locks of the allocator: any call may wait, and whom it waits for may
-    /// need them. Seen in debug builds.
+    /// A call by a thread that holds locks of the allocator: any call may wait, possibly for a thread that needs these
+    /// locks. Detected in debug builds.
     UnderLock {
         /// The driver call.
         call: &'static str,
@@ -188,7 +188,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// What still lives in a simulator.
+/// The objects that still exist in a simulator.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Leaks {
     /// Physical memory handles not released, in number.
@@ -211,11 +211,11 @@ pub struct Leaks {
     pub host: usize,
     /// Graphs not destroyed, those that captures are making included.
     pub graphs: usize,
-    /// Executable graphs not destroyed, or destroyed with a launch under way.
+    /// Executable graphs not destroyed, or destroyed with a launch in progress.
     pub executables: usize,
     /// User objects that something holds.
     pub user_objects: usize,
-    /// Bytes of physical memory held on all devices, without what
+    /// Bytes of physical memory held on all devices, except those that
     /// [`Simulator::take_memory`](super::Simulator::take_memory) took.
     pub bytes: u64,
 }

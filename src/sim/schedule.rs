@@ -1,4 +1,4 @@
-//! Queues of submitted work, and when which of it completes.
+//! Queues of submitted work, and the order of completion.
 
 use super::call::{R, fail};
 use super::clocks::Clock;
@@ -36,8 +36,8 @@ impl State {
             lane: false,
         };
         self.drop_idle();
-        // The place of a destroyed stream may be taken once the host knows that all of its work is
-        // done: only then does the new stream come after it in fact.
+        // The place of a destroyed stream may be reused once the host has observed all of its work complete: only then
+        // is the new stream ordered after it.
         let reusable = self.dead_queues.iter().rev().take(8).position(|&queue| {
             let old = &self.queues[queue as usize];
             old.ops.is_empty() && !old.active && self.host.covers(queue, old.submitted)
@@ -72,7 +72,7 @@ impl State {
         lane
     }
 
-    /// Marks the queue as destroyed; its work goes on.
+    /// Marks the queue as destroyed; its work continues.
     pub(super) fn retire_queue(&mut self, queue: u32) {
         let entry = &mut self.queues[queue as usize];
         entry.alive = false;
@@ -94,7 +94,7 @@ impl State {
             .any(|&queue| !self.queues[queue as usize].ops.is_empty())
     }
 
-    /// Makes what the host knows known to the queue.
+    /// Adds the operations that the host has observed to the queue's clock.
     pub(super) fn follow_host(&mut self, queue: u32) {
         let entry = &mut self.queues[queue as usize];
         if entry.host_version != self.host_version {
@@ -136,7 +136,7 @@ impl State {
         let (seq, clock) = (entry.submitted, entry.clock.clone());
         self.wait_for(queue, other, seq, &clock, name);
         if queue != other {
-            // The other one may have waited for what was over by then, since its last operation.
+            // The other queue may have waited for completed work since its last operation.
             let known = &mut self.queues[queue as usize].clock;
             if !known.includes(&clock) {
                 Arc::make_mut(known).merge(&clock);
@@ -161,7 +161,7 @@ impl State {
         }
     }
 
-    /// Makes what the host knows, and what implicit synchronisation says, known to the queue.
+    /// Adds the work that the host has observed, and that implicit synchronisation orders, to the queue's clock.
     pub(super) fn follow(&mut self, queue: u32) {
         self.follow_host(queue);
         if self.queues[queue as usize].blocking {
@@ -175,7 +175,7 @@ impl State {
         self.submit_as(queue, work, name, nanos)
     }
 
-    /// As [`State::submit`], under a name of its own.
+    /// [`State::submit`] with a name for reports.
     pub(super) fn submit_as(
         &mut self,
         queue: u32,
@@ -230,7 +230,7 @@ impl State {
         self.push_op(queue, work, (name, nanos, label), None)
     }
 
-    /// Adds an operation that says where it comes from.
+    /// Adds an operation with its origin.
     pub(super) fn push_op(
         &mut self,
         queue: u32,
@@ -366,8 +366,8 @@ impl State {
         });
     }
 
-    /// Completes whatever must be complete for the operation `seq` of `queue` to be; returns the
-    /// modelled nanoseconds that this takes.
+    /// Completes the operation `seq` of `queue` and everything before it; returns the modelled nanoseconds that this
+    /// takes.
     pub(super) fn finish(&mut self, queue: u32, seq: u64) -> R<u64> {
         if self.is_done(queue, seq) {
             return Ok(0);
@@ -414,7 +414,7 @@ impl State {
         Ok(rows.saturating_mul(ROW_NANOS).saturating_add(nanos))
     }
 
-    /// A wait of the host: counts it, and refuses it where the test says so.
+    /// Counts a wait of the host, and refuses it if the test forbids such waits.
     pub(super) fn begin_wait(&mut self) -> R {
         self.counters.waits += 1;
         if self.deny_waits {
@@ -425,7 +425,7 @@ impl State {
         Ok(())
     }
 
-    /// Waits for an operation, and notes that the host has seen it complete.
+    /// Waits for an operation, and records that the host has observed its completion.
     pub(super) fn host_wait(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) -> R {
         if !self.is_done(queue, seq) {
             self.counters.blocked_waits += 1;
@@ -455,7 +455,7 @@ impl State {
         Ok(())
     }
 
-    /// Counts a wait that there was something for, if there is work of the context.
+    /// Counts a blocking wait, if the context has work.
     pub(super) fn note_blocked(&mut self, ctx: usize) {
         let busy = |queue: &&u32| {
             let queue = &self.queues[**queue as usize];
@@ -466,16 +466,16 @@ impl State {
         }
     }
 
-    /// Notes that the call under way tells the host that the operation `seq` of `queue` is complete.
+    /// Records that the present call reports the completion of the operation `seq` of `queue` to the host.
     pub(super) fn observe(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
         if !self.silent {
             self.see(queue, seq, clock);
         }
     }
 
-    /// Notes that the host has seen the operation `seq` of `queue` complete.
+    /// Records that the host has observed the completion of the operation `seq` of `queue`.
     pub(super) fn see(&mut self, queue: u32, seq: u64, clock: &Arc<Clock>) {
-        // A wait for what is done already adds to the clock without an operation of its own.
+        // A wait for completed work only adds to the clock, without an operation of its own.
         if !self.host.covers(queue, seq) || !self.host.includes(clock) {
             let host = Arc::make_mut(&mut self.host);
             host.merge(clock);
@@ -484,7 +484,7 @@ impl State {
         }
     }
 
-    /// What comes before everything that is pending or can still be submitted.
+    /// Returns the operations that precede everything pending and everything that can still be submitted.
     pub(super) fn floor(&self) -> Clock {
         let mut floor = (*self.host).clone();
         for queue in &self.queues {

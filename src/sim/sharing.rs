@@ -1,4 +1,4 @@
-//! Pointer attributes, and memory shared between users: handles, descriptors, IPC.
+//! Pointer attributes, and memory shared between processes: handles, descriptors, IPC.
 //!
 //! All users live in one simulator, so what travels between processes on real hardware is a number.
 
@@ -18,7 +18,7 @@ const TOKEN_BASE: u64 = 1 << 20;
 const POOL: u32 = 1 << 31;
 
 impl State {
-    /// A number to send to other users.
+    /// Returns a number that stands for shared memory.
     fn share_token(&mut self, what: u32) -> u64 {
         let token = TOKEN_BASE + self.next_share;
         self.next_share += 1;
@@ -61,7 +61,7 @@ impl State {
         Ok(self.share_token(what) as c_int)
     }
 
-    /// What a file descriptor stands for.
+    /// Returns the shared object behind a file descriptor.
     #[cfg(unix)]
     fn shared_fd(&self, fd: usize) -> R<u32> {
         let fd = c_int::try_from(fd)
@@ -77,7 +77,7 @@ impl State {
             .ok_or(INVALID)
     }
 
-    /// What a number in place of a file descriptor stands for.
+    /// Returns the shared object behind a number that replaces a file descriptor.
     #[cfg(not(unix))]
     fn shared_fd(&self, fd: usize) -> R<u32> {
         self.shared
@@ -87,7 +87,7 @@ impl State {
     }
 }
 
-/// What identifies an open file, however often its descriptor was duplicated.
+/// Returns the number that identifies an open file, however often its descriptor was duplicated.
 #[cfg(unix)]
 fn inode(fd: std::os::fd::BorrowedFd<'_>) -> Option<u64> {
     use std::os::unix::fs::MetadataExt;
@@ -158,7 +158,7 @@ impl State {
             _ => return fail(INVALID),
         };
         match &mut self.allocs[alloc as usize] {
-            // What a second mapping shows where it shows something else has no handle.
+            // The other memory that a broken second mapping shows has no handle.
             Some(entry) if entry.handle != 0 => {
                 entry.references += 1;
                 handle.set(entry.handle)

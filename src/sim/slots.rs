@@ -16,14 +16,14 @@ static FREE: Mutex<Free> = Mutex::new(Free {
 });
 static FREED: Condvar = Condvar::new();
 
-/// The places without a simulator. The function that a dead simulator's driver calls is that of its place, so
-/// a place changes hands as late as it can: a late call must not reach somebody else's simulator.
+/// The free places. A driver whose simulator was dropped calls the function of its place, so places are reused as late
+/// as possible: a late call must not reach another simulator.
 struct Free {
-    /// From here on none was taken yet.
+    /// The first place that was never used.
     used: usize,
-    /// Their simulators ended, and no driver of them is left. The longest ended is first.
+    /// Places whose simulators and drivers have ended, the oldest first.
     ended: VecDeque<usize>,
-    /// Their simulators ended, their drivers live on: for when there is no other place.
+    /// Places whose simulators ended but whose drivers exist; used when no other place is free.
     left: VecDeque<usize>,
 }
 
@@ -86,7 +86,7 @@ pub(super) fn lock(slot: usize) -> MutexGuard<'static, Option<Box<State>>> {
     SLOTS[slot].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One call of the driver: counts it, fails it where a plan says so, and runs it, between its hooks.
+/// Runs one call of the driver: counts it, injects the planned failure, and calls its hooks.
 pub(super) fn call(
     slot: usize,
     call: Call,
@@ -149,7 +149,7 @@ mod tests {
         let sim = Simulator::new(SimConfig::default()).unwrap();
         let late = sim.driver().unwrap();
         drop(sim);
-        // More than there are places, of which this one is not given away as long as there are others.
+        // More simulators than places: this one's place is not reused while others are free.
         for _ in 0..3 * SLOT_COUNT {
             let other = Simulator::new(SimConfig::default()).unwrap();
             let ended = CUresult::CUDA_ERROR_DEINITIALIZED;

@@ -1,4 +1,4 @@
-//! Everything one simulator knows, behind the lock of its slot.
+//! The state of one simulator, behind the lock of its slot.
 
 use super::address::Addresses;
 use super::call::{Call, R, fail};
@@ -16,7 +16,7 @@ use crate::locks::thread_id::ThreadId;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Reports kept; the count goes on.
+/// Maximum number of reports kept; later ones are only counted.
 const MAX_REPORTS: usize = 1000;
 
 /// First handle value of contexts, streams and events; far from each other, so that a handle of one
@@ -39,7 +39,7 @@ pub(super) struct Device {
 }
 
 pub(super) struct Ctx {
-    /// Of its present life; unlike its handle never another's.
+    /// Identifies its present life; unlike its handle it is never reused.
     pub(super) id: u64,
     pub(super) device: usize,
     pub(super) retains: u64,
@@ -63,7 +63,7 @@ pub(super) enum Recorded {
     },
     Captured {
         capture: u64,
-        /// What waits for it depends on these nodes.
+        /// Operations that wait for it depend on these nodes.
         links: Arc<[Link]>,
     },
 }
@@ -73,7 +73,7 @@ pub(super) struct Event {
     pub(super) state: Recorded,
 }
 
-/// What belongs to one thread.
+/// The state of one thread.
 pub(super) struct Thread {
     pub(super) id: u64,
     pub(super) current: Option<usize>,
@@ -92,7 +92,7 @@ pub struct LogEntry {
     pub arguments: String,
     /// The calling thread: a number of its own, the same in all simulators.
     pub thread: u64,
-    /// What it returned.
+    /// Its result.
     pub result: CUresult,
 }
 
@@ -124,16 +124,16 @@ pub(super) struct State {
     pub(super) free_streams: Vec<usize>,
     pub(super) events: Vec<Option<Event>>,
     pub(super) free_events: Vec<usize>,
-    /// What the host has seen complete; every later submission comes after it.
+    /// The operations that the host has observed complete; every later submission comes after them.
     pub(super) host: Arc<Clock>,
     pub(super) host_version: u64,
-    /// The call under way reports an error although it is executed: the host observes nothing by it.
+    /// Whether the present call reports an error although it is executed: the host then observes nothing by it.
     pub(super) silent: bool,
     pub(super) graphs: Graphs,
-    /// What the next random number is made from.
+    /// The state of the random numbers.
     pub(super) dice: u64,
     pub(super) plain: Addresses,
-    /// Plain ranges freed while something was pending.
+    /// Plain ranges freed while work was pending.
     pub(super) quarantine: Vec<(u64, u64)>,
     /// Units of plain memory that hold small allocations, by their first address.
     pub(super) slabs: BTreeMap<u64, super::physical::Slab>,
@@ -144,7 +144,7 @@ pub(super) struct State {
     pub(super) free_allocs: Vec<u32>,
     pub(super) handles: HashMap<u64, u32>,
     pub(super) next_handle: u64,
-    /// Values of handles whose memory is gone; the last one is the next to be given.
+    /// Handle values of released memory, which are reused from the last one on.
     pub(super) free_handles: Vec<u64>,
     pub(super) history_entries: u64,
     pub(super) history_limit: u64,
@@ -247,7 +247,7 @@ impl State {
         }
     }
 
-    /// Makes the calling thread the one that `thread` names.
+    /// Sets `thread` to the calling thread.
     pub(super) fn enter_thread(&mut self) {
         let id = ThreadId::current().number();
         if self
@@ -272,7 +272,7 @@ impl State {
         };
     }
 
-    /// Counts a call, then executes it with `run` or fails it, as the plans say.
+    /// Counts a call, then executes it with `run` or fails it, according to the plans.
     pub(super) fn enter(&mut self, call: Call, run: impl FnOnce(&mut State) -> R) -> R {
         let fault = self.begin(call)?;
         let Some(fault) = fault else {
@@ -280,7 +280,7 @@ impl State {
         };
         if fault.executed {
             self.silent = true;
-            // The fault takes the place of the result, whatever that is.
+            // The fault replaces the result.
             let _ = run(self);
             self.silent = false;
         }
@@ -290,7 +290,7 @@ impl State {
         fail(fault.code)
     }
 
-    /// What every call does first. Returns the fault that a plan has for it.
+    /// The first steps of every call. Returns the fault that a plan has for it.
     fn begin(&mut self, call: Call) -> R<Option<Fault>> {
         self.enter_thread();
         self.now = call;
@@ -369,7 +369,7 @@ impl State {
         }
     }
 
-    /// The same for the calling thread's context, or without one for all that live.
+    /// [`lose`](State::lose) for the calling thread's context, or, without one, for all live contexts.
     fn lose_current(&mut self, code: CUresult) {
         match self.threads[self.thread].current {
             Some(ctx) => self.lose(ctx, code),
@@ -383,8 +383,7 @@ impl State {
         }
     }
 
-    /// Work of the queue did what makes its context useless: every later call on that says so, the first
-    /// of them being whichever comes next.
+    /// Records an error of the queue's work that breaks its context: every later call on the context returns it.
     pub(super) fn fault(&mut self, queue: u32) {
         if self.config.sticky_errors {
             let ctx = self.queues[queue as usize].ctx;
@@ -444,7 +443,7 @@ impl State {
         self.report(Report::Misuse { call, rule, value });
     }
 
-    /// Reports the use of a handle that does not live.
+    /// Reports the use of a destroyed or invalid handle.
     pub(super) fn dead(&mut self, object: &'static str, value: u64, existed: bool) {
         let call = self.now.name();
         self.report(match existed {

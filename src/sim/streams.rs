@@ -17,7 +17,7 @@ fn index(value: u64, base: u64) -> Option<usize> {
 }
 
 impl State {
-    /// The queue that a stream handle stands for, on this thread.
+    /// Returns the queue of a stream handle on this thread.
     pub(super) fn queue(&mut self, stream: CUstream) -> R<u32> {
         let value = stream as u64;
         if value <= 2 {

@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
 macro_rules! table {
     ($($name:ident($($arg:ident: $ty:ty),*);)*) => {
-        /// What the shims of all slots share: lock, count, maybe fail, then the simulator's method.
+        /// The common part of all shims: lock, count, inject failures, and call the simulator's method.
         mod enter {
             #![allow(non_snake_case, clippy::too_many_arguments)]
             use super::*;

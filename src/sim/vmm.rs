@@ -7,7 +7,7 @@ use super::physical::{Origin, Props};
 use super::state::State;
 use crate::driver::sys::*;
 
-/// Addresses are reserved in units of this.
+/// The unit of reserved addresses.
 const PAGE: u64 = 4096;
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 
@@ -104,7 +104,7 @@ impl State {
         if size == 0 || !size.is_multiple_of(PAGE) || !align.is_power_of_two() || flags != 0 {
             return fail(INVALID);
         }
-        // Handles are mapped at multiples of the granule; so a reservation begins at one.
+        // Handles are mapped at multiples of the granule, so a reservation begins at such a multiple.
         let granules = self.config.devices.iter().map(|device| device.granularity);
         let align = align.max(granules.max().unwrap_or(PAGE));
         if size > self.config.longest_reservation {
@@ -159,7 +159,7 @@ impl State {
         if size == 0 || !(size as u64).is_multiple_of(granularity) || flags != 0 {
             return fail(INVALID);
         }
-        // Like a driver's, the value of the handle destroyed last comes back.
+        // Like a driver, reuses the value of the handle destroyed last.
         let value = self.free_handles.last().copied();
         let value = value.unwrap_or(self.next_handle);
         let alloc = self.create(device, size as u64, value, Props::of(&prop))?;

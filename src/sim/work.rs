@@ -14,8 +14,8 @@ pub(super) enum Work {
     Record,
     /// Waits for an operation of another queue.
     Wait { queue: u32, seq: u64 },
-    /// Pool memory begins or ends in the order of a stream: what is in it is lost, and who uses it must
-    /// be in order with this. Takes no time.
+    /// Pool memory is allocated or freed in the order of a stream: its contents are lost, and its users must be ordered
+    /// with this operation. Takes no time.
     Turn {
         address: u64,
         bytes: u64,
@@ -27,7 +27,7 @@ pub(super) enum Work {
         bytes: u64,
         content: Content,
     },
-    /// Copies device memory; the devices are those whose access counts.
+    /// Copies device memory; the devices are those that need access.
     Copy {
         target: u64,
         source: u64,
@@ -67,7 +67,7 @@ pub(super) enum Work {
     Launched { exec: u64 },
 }
 
-/// Where the work of a graph's node comes from.
+/// The origin of the work of a graph's node.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NodePlace {
     /// The id of the stream that it was launched on.
@@ -86,7 +86,7 @@ pub(super) struct Op {
     pub(super) name: &'static str,
     pub(super) clock: Arc<Clock>,
     pub(super) work: Work,
-    /// For what a launched graph does.
+    /// The place in the graph, for work of a launched graph.
     pub(super) place: Option<NodePlace>,
 }
 
@@ -103,6 +103,6 @@ pub(super) struct Queue {
     pub(super) host_version: u64,
     pub(super) capture: Option<u64>,
     pub(super) active: bool,
-    /// Whether it is not a stream's but runs nodes of an executable graph.
+    /// Whether it runs nodes of an executable graph instead of a stream's work.
     pub(super) lane: bool,
 }

@@ -10,7 +10,7 @@ use crate::error::Error;
 /// stream and a blocking stream of its context is being captured. Returned errors are never about captures.
 #[inline]
 pub(crate) fn is_capturing(stream: &Stream) -> Result<bool, DriverError> {
-    classified(stream.is_capturing())
+    classify_error(stream.is_capturing())
 }
 
 /// Rejects a stream that [is being captured](is_capturing) with [`Error::Capturing`].
@@ -27,7 +27,7 @@ pub(crate) fn refuse_capture(stream: &Stream) -> Result<(), Error> {
 /// Returns the handle of a stream of this crate that is capturing in a context: one whose capture was begun or found
 /// here and is not over.
 fn own_capture_in(context: &Context) -> Option<usize> {
-    let suspects = context.driver().own_suspects();
+    let suspects = context.driver().list_suspects();
     let mut there = suspects
         .iter()
         .filter(|stream| stream.context().id() == context.id());
@@ -41,7 +41,7 @@ fn own_capture_in(context: &Context) -> Option<usize> {
 /// the whole context: one of this crate's streams, including each thread's default stream, or the legacy stream (0),
 /// which represents the blocking ones. Only the loss of the context is returned as an error; other failures will be
 /// reported by the wait itself.
-pub(crate) fn spoilt_by_wait(context: &Context) -> Result<Option<usize>, DriverError> {
+pub(crate) fn invalidated_by_wait(context: &Context) -> Result<Option<usize>, DriverError> {
     if let Some(stream) = own_capture_in(context) {
         return Ok(Some(stream));
     }
@@ -65,11 +65,11 @@ pub(crate) fn capture_in(context: &Context) -> Result<Option<usize>, DriverError
     let _entered = context.enter()?;
     // SAFETY: the null handle is valid while a context is current.
     let answer = unsafe { context.driver().is_capturing(std::ptr::null_mut()) };
-    Ok(classified(answer)?.then_some(0))
+    Ok(classify_error(answer)?.then_some(0))
 }
 
 #[inline]
-fn classified(answer: Result<bool, DriverError>) -> Result<bool, DriverError> {
+fn classify_error(answer: Result<bool, DriverError>) -> Result<bool, DriverError> {
     match answer {
         Err(error) if error.code() == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => Ok(true),
         answer => answer,

@@ -4,7 +4,7 @@ use crate::driver::kept_stream::KeptStream;
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 use crate::error::Error;
 
-use super::capture::{is_capturing, spoilt_by_wait};
+use super::capture::{invalidated_by_wait, is_capturing};
 use super::event::{EventPools, Pooled};
 
 /// Orders later work of `second` after the work of `first` so far. After an error nothing is ordered.
@@ -50,7 +50,7 @@ pub(crate) fn wait_for(event: &Pooled, user: &KeptStream) -> Result<(), DriverEr
 /// Waits on the host for all work of a context. While a capture there is known, it returns the error without calling
 /// the driver, which would fail and invalidate the capture.
 pub(crate) fn wait_for_context(context: &Context) -> Result<(), DriverError> {
-    if spoilt_by_wait(context)?.is_some() {
+    if invalidated_by_wait(context)?.is_some() {
         let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         return Err(DriverError::new("cuCtxSynchronize", code));
     }
@@ -71,7 +71,7 @@ pub(crate) fn ends_work(error: DriverError) -> bool {
     error.is_fatal() || error.code() == sys::CUresult::CUDA_ERROR_INVALID_CONTEXT
 }
 
-/// How often a wait is repeated if its failure says nothing about the work.
+/// Number of times that a wait is repeated if its failure does not concern the work.
 const TRIES: u32 = 100;
 
 /// How an operation that was waited for ended.
@@ -85,7 +85,11 @@ pub(crate) enum Ended {
 }
 
 /// Waits until the end of an operation, submitted to a stream with this result, is observed or cannot be.
-pub(crate) fn see_end(stream: &Stream, result: Result<(), Error>, events: &EventPools) -> Ended {
+pub(crate) fn observe_end(
+    stream: &Stream,
+    result: Result<(), Error>,
+    events: &EventPools,
+) -> Ended {
     let mut tries = 0;
     loop {
         match wait(stream, events) {

@@ -191,7 +191,7 @@ impl<'a> Replay<'a> {
                 let mut report = run.all(&mut kernels, Kernels::begin_replay);
                 match kernels.finish() {
                     Ok(mismatches) => report.mismatches = mismatches,
-                    // The first failure says more than the later errors of a lost device.
+                    // The first failure is more specific than later errors of a lost device.
                     Err(_) if report.failed.is_some() => {}
                     Err(error) => return Err(error.into()),
                 }

@@ -1,6 +1,6 @@
 //! Traces made up by rules.
 
-use cualloc::trace::generate::{Kind, Program, Rows, varied, vary};
+use cualloc::trace::generate::{Kind, Program, Rows, vary, vary_rows};
 use cualloc::trace::{Op, Row, Trace};
 
 const KINDS: [Kind; 4] = [Kind::Large, Kind::Sharded, Kind::Random, Kind::Churn];
@@ -159,11 +159,11 @@ fn sharded_programs_gather_and_reduce_on_streams_of_their_own() {
 #[test]
 fn changed_sizes_stay_within_their_share() {
     let first = trace(Kind::Sharded, 2, 1500);
-    let varied = vary(&first, "varied", 3, 20, 9).unwrap();
+    let vary_rows = vary(&first, "varied", 3, 20, 9).unwrap();
     let blocks = first.allocations().len();
-    assert_eq!(varied.allocations().len(), 3 * blocks);
+    assert_eq!(vary_rows.allocations().len(), 3 * blocks);
     let mut same = 0;
-    for (index, block) in varied.allocations().iter().enumerate() {
+    for (index, block) in vary_rows.allocations().iter().enumerate() {
         let was = first.allocations()[index % blocks].bytes;
         assert!(block.released.is_some());
         assert!(block.bytes * 100 >= was * 79 && block.bytes * 100 <= was * 121);
@@ -200,7 +200,7 @@ fn figures_of_rows_that_are_not_kept_are_those_of_the_trace() {
         ] {
             agree(program(kind, 3, rows).rows());
         }
-        agree(varied(&trace(kind, 3, 1500), 3, 30, 1));
+        agree(vary_rows(&trace(kind, 3, 1500), 3, 30, 1));
     }
     agree(Program::new(Kind::Sharded, 1).rows());
 }
@@ -211,12 +211,12 @@ fn varied_traces_keep_failed_requests() {
     let text = "op,id,bytes,stream\noom,0,1000,2\na,0,1000,0\noom,0,1000000,0\nf,0,0,0\n";
     let trace = Trace::read("failed", text.as_bytes()).unwrap();
     let ops = [Op::Oom, Op::Allocate, Op::Oom, Op::Free].repeat(2);
-    let rows: Vec<Row> = varied(&trace, 2, 20, 1).collect();
+    let rows: Vec<Row> = vary_rows(&trace, 2, 20, 1).collect();
     assert_eq!(rows.iter().map(|row| row.op).collect::<Vec<_>>(), ops);
     let large = |row: &Row| (800_000..=1_200_000).contains(&row.bytes);
     assert!(large(&rows[2]) && large(&rows[6]) && rows[2].bytes != rows[6].bytes);
     assert_eq!((rows[0].stream, rows[2].stream), (2, 0));
-    agree(varied(&trace, 3, 30, 1));
+    agree(vary_rows(&trace, 3, 30, 1));
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn sizes_that_no_longer_fit_are_reported() {
     let text = format!("op,id,bytes,stream\na,0,{},0\n", u64::MAX - 7);
     let huge = Trace::read("huge", text.as_bytes()).unwrap();
     for seed in 0..20 {
-        let mut rows = varied(&huge, 4, 99, seed);
+        let mut rows = vary_rows(&huge, 4, 99, seed);
         assert_eq!(rows.by_ref().count(), 8);
         assert!(rows.requested_peak().is_ok());
     }
@@ -232,7 +232,7 @@ fn sizes_that_no_longer_fit_are_reported() {
     let two = Trace::read("two", text.as_bytes()).unwrap();
     let mut told = 0;
     for seed in 0..20 {
-        let mut rows = varied(&two, 1, 99, seed);
+        let mut rows = vary_rows(&two, 1, 99, seed);
         let fits = Trace::from_rows("two", rows.by_ref());
         assert_eq!(fits.is_err(), rows.requested_peak().is_err());
         told += usize::from(fits.is_err());

@@ -122,7 +122,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         let message = "--device cuda is not for advise, which replays on the simulator alone";
         return Err(Failure::usage(message));
     }
-    if global.about_simulator() {
+    if global.has_simulator_option() {
         let message = "--sim-memory is not for advise: --memory says how much there is";
         return Err(Failure::usage(message));
     }
@@ -144,7 +144,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         let ground = Machine::Simulated { memory }.context(files.lag)?;
         let advice = match advise(&ground, options, trace, &choices, output) {
             Ok(advice) => advice,
-            Err(Stop::Begin(error)) => return Err(FileError::no_replay(path, error).into()),
+            Err(Stop::Begin(error)) => return Err(FileError::cannot_replay(path, error).into()),
             Err(Stop::Faults(faults)) => {
                 replay::complain(path, &faults);
                 let reasons = replay::texts(&faults);
@@ -196,7 +196,7 @@ fn advise<'a>(
     let advice = needed.and_then(|needed| {
         let mut sizes: Vec<u64> = options.memory.iter().map(|size| size.0).collect();
         if sizes.is_empty() {
-            sizes.push(needed.ok_or_else(|| Stop::fault(text::no_limit(peak)))?);
+            sizes.push(needed.ok_or_else(|| Stop::fault(text::no_limit_message(peak)))?);
         }
         let under = |memory| under(&mut trials, choices, memory, needed);
         sizes.into_iter().map(under).collect()

@@ -50,7 +50,7 @@ fn median_of(count: usize, mut run: impl FnMut() -> Result<f64, Failure>) -> Res
     Ok(median(figures.collect::<Result<_, _>>()?))
 }
 
-fn nanos_each(time: Duration, count: usize) -> f64 {
+fn nanos_per_operation(time: Duration, count: usize) -> f64 {
     time.as_nanos() as f64 / count as f64
 }
 
@@ -61,7 +61,7 @@ pub fn pair<S: Source>(source: &S, bytes: usize, scale: &Scale) -> Result<f64, F
     median_of(scale.batches, || {
         let start = Instant::now();
         pairs(source, bytes, &stream, scale.pairs())?;
-        Ok(nanos_each(start.elapsed(), scale.pairs()))
+        Ok(nanos_per_operation(start.elapsed(), scale.pairs()))
     })
 }
 
@@ -73,7 +73,7 @@ pub fn churn<S: Source>(source: &S, work: &Churn, scale: &Scale) -> Result<f64, 
     let figure = median_of(scale.passes, || {
         let start = Instant::now();
         work.run(source, &stream, &mut slots, count)?;
-        Ok(nanos_each(start.elapsed(), count))
+        Ok(nanos_per_operation(start.elapsed(), count))
     })?;
     empty(source, slots)?;
     Ok(figure)
@@ -108,7 +108,7 @@ pub fn threads<S: Source>(
         emptied.and(Ok(time))
     };
     median_of(scale.passes, || {
-        let time = timed(count, body)?;
+        let time = measure_threads(count, body)?;
         Ok((count * operations) as f64 / time.as_secs_f64() / 1e6)
     })
 }
@@ -135,7 +135,7 @@ impl Gates {
 
 /// Returns the time from the first thread's start to the last thread's end, by the threads' own clocks: with more
 /// threads than processors, a thread that only waits at the barriers might wake up late.
-fn timed(
+fn measure_threads(
     count: usize,
     body: impl Fn(usize, &Gates) -> Result<Span, Failure> + Sync,
 ) -> Result<Duration, Failure> {
@@ -174,15 +174,15 @@ pub fn crossing(source: &Handles<'_>, count: usize, scale: &Scale) -> Result<[f6
         frees.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
         Ok(span)
     };
-    timed(count, body)?;
+    measure_threads(count, body)?;
     let mut figures = Vec::new();
     for _ in 0..scale.passes {
         frees.store(0, Ordering::Relaxed);
         let before = driver.calls();
-        let time = timed(count, body)?;
+        let time = measure_threads(count, body)?;
         figures.push([
             frees.load(Ordering::Relaxed) as f64 / all as f64,
-            nanos_each(time, per_thread),
+            nanos_per_operation(time, per_thread),
             driver.calls().since(&before).total() as f64 / all as f64,
         ]);
     }

@@ -60,7 +60,7 @@ impl Kind {
         if let Some((_, name)) = OTHERS.iter().find(|(magic, _)| first.starts_with(magic)) {
             return Kind::Other((*name).to_owned());
         }
-        let text = telling(first);
+        let text = significant_bytes(first);
         let line = text.split(|byte| *byte == b'\n').next().unwrap_or(text);
         let line = line.trim_ascii_end();
         match text {
@@ -76,7 +76,7 @@ impl Kind {
 }
 
 /// Returns the bytes that determine the kind: those after a byte order mark and white space.
-pub fn telling(first: &[u8]) -> &[u8] {
+pub fn significant_bytes(first: &[u8]) -> &[u8] {
     let text = first.strip_prefix(MARK).unwrap_or(first);
     text.trim_ascii_start()
 }
@@ -109,7 +109,7 @@ fn other(first: &[u8], line: &[u8]) -> String {
     let line = String::from_utf8_lossy(line);
     let quoted: String = line.chars().take(QUOTED).collect();
     let dots = if quoted.len() < line.len() { "…" } else { "" };
-    let line = format!("`{}{dots}`", text::visible(&quoted));
+    let line = format!("`{}{dots}`", text::escape(&quoted));
     let kind = if quoted.contains(',') { "CSV" } else { "text" };
     format!("{kind} with the first line {line}")
 }

@@ -10,7 +10,7 @@ use crate::{FileError, text};
 use cualloc::record::{FailedRequest, Profile, Recording, Snapshot, SnapshotError};
 use cualloc::trace::{AllocationLog, Trace, TraceError, TraceFault};
 use kind::Kind;
-use source::{Begun, Bounded, Source, buffered, decompressed, open, too_many, whole};
+use source::{Begun, Bounded, Source, buffered, decompress, open, too_many, whole};
 use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::path::Path;
@@ -88,14 +88,14 @@ pub fn missing(recording: &Recording) -> Vec<String> {
 }
 
 /// Opens a file and decompresses it if necessary; the flag tells whether it was compressed.
-fn opened(file: Source) -> Result<(Source, bool), Fault> {
+fn unpack_if_needed(file: Source) -> Result<(Source, bool), Fault> {
     if !file.first().starts_with(&GZIP_MAGIC) {
         return Ok((file, false));
     }
-    let text = Begun::new(decompressed(file));
-    let text = text.map_err(|error| match unpacking(&error) {
+    let text = Begun::new(decompress(file));
+    let text = text.map_err(|error| match describe_damage(&error) {
         Some(why) => Fault::damaged(1, &why),
-        None => Fault::new(UNREAD).caused(error),
+        None => Fault::new(UNREAD).with_source(error),
     });
     Ok((text?, true))
 }
@@ -107,14 +107,14 @@ pub fn recording(
     options: &InputOptions,
     output: &Output,
 ) -> Result<Recording, FileError> {
-    let recording = open(path).and_then(|file| recording_of(file, options));
+    let recording = open(path).and_then(|file| read_opened_recording(file, options));
     let recording = recording.map_err(|fault| fault.of(path, STDIN))?;
     warn(path, &missing(&recording), output);
     Ok(recording)
 }
 
-fn recording_of(file: Source, options: &InputOptions) -> Result<Recording, Fault> {
-    let (file, _) = opened(file)?;
+fn read_opened_recording(file: Source, options: &InputOptions) -> Result<Recording, Fault> {
+    let (file, _) = unpack_if_needed(file)?;
     let found = match Kind::of(file.first()) {
         Kind::Recording => {
             let recording = read_recording(file, options)?;
@@ -189,11 +189,11 @@ fn choose(
 }
 
 fn described((device, trace): &(usize, Trace)) -> String {
-    let rows = text::counted(trace.rows().len(), "row");
+    let rows = text::count_noun(trace.rows().len(), "row");
     match trace.failed_requests().count() {
         0 => format!("GPU {device} ({rows})"),
         failed => {
-            let failed = text::counted(failed, "failed request");
+            let failed = text::count_noun(failed, "failed request");
             format!("GPU {device} ({rows}, {failed})")
         }
     }
@@ -236,7 +236,7 @@ fn from_snapshot(name: &str, bytes: &[u8], options: &InputOptions) -> Result<Inp
 /// Reads a trace from a plain or gzip file in one of the [`FORMATS`], detected by its first bytes; `-` is stdin. Warns
 /// of what is missing from the file.
 pub fn read(path: &Path, options: &InputOptions, output: &Output) -> Result<Input, FileError> {
-    let input = open(path).and_then(|file| read_begun(&text::trace_name(path), file, options));
+    let input = open(path).and_then(|file| read_opened(&text::trace_name(path), file, options));
     let input = input.map_err(|fault| fault.of(path, STDIN))?;
     warn(path, &input.warnings, output);
     Ok(input)
@@ -292,14 +292,14 @@ impl Recorded {
     }
 }
 
-fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input, Fault> {
-    let (mut file, packed) = opened(file)?;
+fn read_opened(name: &str, file: Source, options: &InputOptions) -> Result<Input, Fault> {
+    let (mut file, packed) = unpack_if_needed(file)?;
     let kind = Kind::of(file.first());
     let input = match kind {
         Kind::Other(found) => match file.fault() {
             // The available bytes are too few to detect the kind.
-            Some(source) => Err(Fault::new(UNREAD).caused(source)),
-            None if packed => Err(match broken(&mut file) {
+            Some(source) => Err(Fault::new(UNREAD).with_source(source)),
+            None if packed => Err(match find_damage(&mut file) {
                 Some(damage) => Fault::damaged(1, &damage.to_string()),
                 None => Fault::foreign(&format!("gzip data of {found}")),
             }),
@@ -315,7 +315,7 @@ fn read_begun(name: &str, file: Source, options: &InputOptions) -> Result<Input,
         Kind::Trace | Kind::Log => lines(name, &kind, file, packed, options),
     }?;
     match input.trace.rows().len() as u64 > options.max_rows {
-        true => Err(Fault::new(UNREAD).caused(too_many(options.max_rows))),
+        true => Err(Fault::new(UNREAD).with_source(too_many(options.max_rows))),
         false => Ok(input),
     }
 }
@@ -346,7 +346,7 @@ fn lines(
         }
     };
     let read = read.map_err(|error| match packed {
-        true => packed_fault(&error, &mut text),
+        true => describe_packed_fault(&error, &mut text),
         false => in_line(&error),
     })?;
     Ok(match read {
@@ -361,10 +361,10 @@ fn lines(
 }
 
 /// Returns why a compressed trace cannot be read: often the compression itself is damaged.
-fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
+fn describe_packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
     let why = match error.fault() {
-        TraceFault::Read { source } => unpacking(source),
-        fault => broken(text).map(|damage| {
+        TraceFault::Read { source } => describe_damage(source),
+        fault => find_damage(text).map(|damage| {
             let read = text::chain(fault);
             format!("{damage} (what is read there: {read})")
         }),
@@ -376,7 +376,7 @@ fn packed_fault(error: &TraceError, text: &mut impl Read) -> Fault {
 }
 
 /// Describes damaged compressed data, if that is the cause of the error.
-fn unpacking(error: &io::Error) -> Option<String> {
+fn describe_damage(error: &io::Error) -> Option<String> {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Some("it ends too early".to_owned()),
         io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => Some(error.to_string()),
@@ -385,7 +385,7 @@ fn unpacking(error: &io::Error) -> Option<String> {
 }
 
 /// Reads on to the end: damaged data may decompress to anything, and only the checksum at the end reveals it.
-fn broken(text: &mut impl Read) -> Option<io::Error> {
+fn find_damage(text: &mut impl Read) -> Option<io::Error> {
     io::copy(&mut text.take(READ_ON), &mut io::sink()).err()
 }
 
@@ -428,7 +428,7 @@ mod tests {
     fn read(bytes: &[u8], most: usize, fails: bool) -> Result<Trace, String> {
         let bytes = Cursor::new(bytes.to_vec());
         let file: Box<dyn Read> = Box::new(Slow { bytes, most, fails });
-        let read = Begun::new(file).map(|file| read_begun("stdin", file, &options()));
+        let read = Begun::new(file).map(|file| read_opened("stdin", file, &options()));
         let read = read.map_err(|error| error.to_string())?;
         read.map(|input| input.trace)
             .map_err(|fault| text::chain(&fault.of(Path::new("-"), STDIN)))

@@ -24,7 +24,7 @@ impl<R: Read> Begun<R> {
         let (mut first, mut fault) = (Vec::new(), None);
         let mut part = [0; TELLING];
         // White space before JSON does not help to detect the kind.
-        while kind::telling(&first).len() < TELLING && first.len() < 1 << 16 {
+        while kind::significant_bytes(&first).len() < TELLING && first.len() < 1 << 16 {
             match rest.read(&mut part) {
                 Ok(0) => break,
                 Ok(read) => first.extend_from_slice(&part[..read]),
@@ -73,14 +73,14 @@ pub(super) fn open(path: &Path) -> Result<Source, Fault> {
         false => File::open(path).map(|file| Box::new(file) as Box<dyn Read>),
     };
     let begun = source.and_then(Begun::new);
-    begun.map_err(|source| Fault::new("cannot be opened").caused(source))
+    begun.map_err(|source| Fault::new("cannot be opened").with_source(source))
 }
 
 pub fn buffered<R: Read>(file: R) -> BufReader<R> {
     BufReader::with_capacity(1 << 16, file)
 }
 
-pub fn decompressed(file: Source) -> Box<dyn Read> {
+pub fn decompress(file: Source) -> Box<dyn Read> {
     Box::new(MultiGzDecoder::new(buffered(file)))
 }
 
@@ -97,7 +97,7 @@ pub(super) fn whole(file: impl Read, rows: u64) -> Result<Vec<u8>, Fault> {
         ))),
         false => Ok(bytes),
     });
-    full.map_err(|source| Fault::new(UNREAD).caused(source))
+    full.map_err(|source| Fault::new(UNREAD).with_source(source))
 }
 
 pub fn too_many(rows: u64) -> io::Error {

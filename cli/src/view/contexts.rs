@@ -31,7 +31,7 @@ impl Contexts {
             places[*context] = place.min(MOST);
         }
         let names = order.iter().take(MOST);
-        let names = names.map(|context| shortened(&trace.contexts()[*context]));
+        let names = names.map(|context| shorten(&trace.contexts()[*context]));
         let others = (count > MOST).then(|| "other contexts".to_owned());
         let names = names.chain(others).collect();
         Contexts { names, places }
@@ -45,7 +45,7 @@ impl Contexts {
 }
 
 /// Shortens a long name to its end.
-pub fn shortened(name: &str) -> String {
+pub fn shorten(name: &str) -> String {
     match name.char_indices().rev().nth(CHARACTERS - 1) {
         Some((at, _)) if at > 0 => format!("…{}", &name[at..]),
         _ => name.to_owned(),

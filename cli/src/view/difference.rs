@@ -55,7 +55,7 @@ pub fn of(before: &Side<'_>, after: &Side<'_>) -> Value {
         let mut groups = names.map(|_| HashMap::<String, Sums>::new());
         for (side, trace) in [before.trace, after.trace].into_iter().enumerate() {
             // The name is computed once for blocks with equal properties.
-            for (id, blocks, bytes) in alike(trace, instant) {
+            for (id, blocks, bytes) in group_alike(trace, instant) {
                 for (sums, name) in groups.iter_mut().zip(names) {
                     let sum = &mut sums.entry(name(trace, id)).or_default()[side];
                     *sum = (sum.0 + blocks, sum.1.saturating_add(bytes));
@@ -101,7 +101,7 @@ fn curve(trace: &Trace) -> Vec<u64> {
 fn context(trace: &Trace, id: usize) -> String {
     let context = trace.context_of(id);
     let name = context.and_then(|context| trace.contexts().get(context));
-    name.map_or("no context".to_owned(), |name| contexts::shortened(name))
+    name.map_or("no context".to_owned(), |name| contexts::shorten(name))
 }
 
 /// Rounds to powers of two: equal programs request nearly equal sizes.
@@ -118,7 +118,7 @@ fn stream(trace: &Trace, id: usize) -> String {
 }
 
 /// Groups blocks by size, stream and context; yields one block, the number and the bytes of each group.
-fn alike(trace: &Trace, instant: Instant) -> impl Iterator<Item = (usize, u64, u64)> {
+fn group_alike(trace: &Trace, instant: Instant) -> impl Iterator<Item = (usize, u64, u64)> {
     let peak = trace.peak_row();
     let mut groups = BTreeMap::new();
     for (id, block) in trace.allocations().iter().enumerate() {

@@ -1,6 +1,6 @@
 //! Requests that failed in the recorded program, for the page.
 
-use super::contexts::shortened;
+use super::contexts::shorten;
 use super::encode::exact;
 use cualloc::allocator::Regime;
 use cualloc::error::Cause;
@@ -40,7 +40,7 @@ pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
     let holders = holders.iter().map(|(group, (bytes, blocks))| {
         let mut holder = match group {
             Group::Context(context) => {
-                json!({ "by": "context", "name": shortened(&trace.contexts()[*context]) })
+                json!({ "by": "context", "name": shorten(&trace.contexts()[*context]) })
             }
             Group::Size(log, stream) => json!({
                 "by": "size", "least": exact(1 << log), "below": exact(2 << log), "stream": stream,
@@ -61,7 +61,7 @@ pub fn last(trace: &Trace, failed: &[FailedRequest]) -> Option<Value> {
         "bound_of": bound_of,
         "missing": exact(request.missing),
         "advice": request.advice(),
-        "context": request.context.as_deref().map(shortened),
+        "context": request.context.as_deref().map(shorten),
         "holders": holders.collect::<Value>(),
         "other_live": exact(live.saturating_sub(listed)),
         "limit": exact(limit),
@@ -91,7 +91,7 @@ pub fn all(trace: &Trace, failed: &[FailedRequest]) -> Vec<Value> {
             exact(bytes),
             exact(live[row]),
             cause,
-            context.map(shortened)
+            context.map(shorten)
         ])
     };
     rows.into_iter().map(line).collect()

@@ -84,7 +84,7 @@ impl<'a> Film<'a> {
             let (stats, segments) = seen.allocator.stats_and_snapshot();
             self.reserved.push(stats.all.reserved.current);
             self.pieces += segments.iter().map(|s| s.blocks.len()).sum::<usize>();
-            let streams = self.known_streams(seen.row, &segments);
+            let streams = self.map_streams(seen.row, &segments);
             self.maps.push(Map {
                 row: seen.row,
                 segments,
@@ -97,7 +97,7 @@ impl<'a> Film<'a> {
     }
 
     /// Maps driver ids to streams of the trace by means of live blocks.
-    fn known_streams(&self, row: usize, segments: &[SegmentInfo]) -> BTreeMap<u64, usize> {
+    fn map_streams(&self, row: usize, segments: &[SegmentInfo]) -> BTreeMap<u64, usize> {
         let shown = self.blocks.iter();
         let shown = shown.filter(|block| block.freed.is_none_or(|freed| freed > row));
         let by_address: BTreeMap<u64, usize> =

@@ -91,7 +91,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
             page.map(|page| shown = Some(page))
         };
         bar.finish_and_clear();
-        done.map_err(|error| FileError::no_replay(path, error))?;
+        done.map_err(|error| FileError::cannot_replay(path, error))?;
     }
     let Some(page) = shown else { return Ok(true) };
     if let Some(error) = page.meta["error"].as_str() {
@@ -207,7 +207,7 @@ fn by_stack(profile: &Profile) -> Vec<Value> {
         json!([name, exact(live), exact(live_bytes), exact(allocated)])
     };
     let shown = shares.iter().map(|(name, share)| {
-        let name = contexts::shortened(name);
+        let name = contexts::shorten(name);
         line(&name, share.live, share.live_bytes, share.allocated)
     });
     let mut lines = Vec::from_iter(shown);

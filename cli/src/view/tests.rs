@@ -168,7 +168,7 @@ fn contexts_beyond_the_largest_are_one() {
     assert_eq!(contexts.number(&trace, 4999), 4097);
     assert_eq!(contexts.number(&trace, 5000), 0);
     let long = "é".repeat(150) + &"x".repeat(40);
-    let stack = super::contexts::shortened(&[long.as_str(); 4].join(";"));
+    let stack = super::contexts::shorten(&[long.as_str(); 4].join(";"));
     assert_eq!(stack.chars().count(), 601);
     assert!(stack.starts_with('…') && stack.ends_with(&long));
 }

@@ -39,11 +39,11 @@ fn a_dash_is_stdout_and_a_file_of_that_name_can_still_be_meant() {
     assert_eq!(stdout(&made).lines().count(), 101);
     assert!(stderr(&made).contains("100 rows"));
     assert!(!scratch().join("-").exists());
-    let varied = fed(&["vary", "-", "--copies", "2", "--out", "-"], &made.stdout);
-    assert_eq!(varied.status.code(), Some(0), "{}", stderr(&varied));
+    let vary_rows = fed(&["vary", "-", "--copies", "2", "--out", "-"], &made.stdout);
+    assert_eq!(vary_rows.status.code(), Some(0), "{}", stderr(&vary_rows));
     let replayed = fed(
         &["replay", "--device", "sim", "--json", "-"],
-        &varied.stdout,
+        &vary_rows.stdout,
     );
     assert_eq!(replayed.status.code(), Some(0), "{}", stderr(&replayed));
 

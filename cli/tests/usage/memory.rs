@@ -47,8 +47,8 @@ fn made_up_programs_of_any_length_are_written_row_by_row() {
     let resnet = data("resnet50.csv.gz");
     let kinds = ["random", "churn", "sharded", "large"];
     let made = kinds.map(|kind| ["generate", kind, "--rows", "99999999999999", "--out", "-"]);
-    let varied = ["vary", &resnet, "--copies", "4294967295", "--out", "-"];
-    for arguments in made.into_iter().chain([varied]) {
+    let vary_rows = ["vary", &resnet, "--copies", "4294967295", "--out", "-"];
+    for arguments in made.into_iter().chain([vary_rows]) {
         let growth = growth(&arguments);
         assert!(growth < MIB, "{arguments:?}: {growth}");
     }

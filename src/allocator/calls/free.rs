@@ -22,7 +22,7 @@ use crate::allocator::engine::{Engine, Shared};
 use crate::allocator::heap::Heap;
 use crate::allocator::stream::slot::{AfterFree, Suspect, is_special};
 use crate::error::Error;
-use crate::sync::capture::spoilt_by_wait;
+use crate::sync::capture::invalidated_by_wait;
 use crate::sync::order::wait_until_idle;
 
 /// The steps of a free that run without the lock: markers, and closing an allocator whose last block was freed.
@@ -446,7 +446,7 @@ impl Engine {
         let record = |user: &User| match user {
             User::Stream(stream) => record::use_by(self, block.ptr, &self.named(stream)?, false),
             User::Context(context) => {
-                if let Ok(Some(stream)) = spoilt_by_wait(context) {
+                if let Ok(Some(stream)) = invalidated_by_wait(context) {
                     return Err(Error::Capturing { stream });
                 }
                 // A lost context has no running work.

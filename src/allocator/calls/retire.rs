@@ -35,7 +35,7 @@ fn known_all(engine: &Engine, named: &Named<'_>) -> Result<Vec<u32>, Error> {
 /// Records the last marker of a stream whose owner is about to destroy it.
 pub(crate) fn retire(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
     let slots = match known_all(engine, named) {
-        Err(_) if uses::pools_know(engine, named) => Vec::new(),
+        Err(_) if uses::pools_use_stream(engine, named) => Vec::new(),
         known => known?,
     };
     engine.refuse_capture(named)?;

@@ -118,7 +118,7 @@ impl Debug {
     }
 
     /// Records that the guards of live blocks are lost with the contents of the memory.
-    pub(crate) fn lose_guards(&self) {
+    pub(crate) fn mark_guards_lost(&self) {
         for watched in self.table().live.values_mut() {
             watched.guarded = false;
         }
@@ -211,7 +211,7 @@ impl Table {
     }
 
     /// Puts back a block that the heap could not free.
-    pub(crate) fn hold_again(&mut self, ptr: u64, watched: Watched) {
+    pub(crate) fn return_held(&mut self, ptr: u64, watched: Watched) {
         self.held.insert(ptr, watched);
         self.quarantine(ptr, false);
     }
@@ -222,7 +222,7 @@ impl Table {
 
     /// Removes the oldest block that is not being read from the quarantine, if the quarantine exceeds `keep` bytes. The
     /// block stays held.
-    pub(crate) fn leave_quarantine(&mut self, keep: u64) -> Option<(u64, Watched)> {
+    pub(crate) fn take_from_quarantine(&mut self, keep: u64) -> Option<(u64, Watched)> {
         if self.quarantined_bytes <= keep {
             return None;
         }

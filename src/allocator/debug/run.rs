@@ -71,7 +71,7 @@ impl Debug {
         run: impl FnOnce() -> R,
     ) -> Option<R> {
         let _touching = self.begin_touch();
-        let there = !process::is_watching() && engine.lock().suspended.leaves(ptr, bytes);
+        let there = !process::is_watching() && engine.lock().suspended.is_present(ptr, bytes);
         there.then(run)
     }
 
@@ -165,7 +165,7 @@ impl Debug {
     /// must not be touched now.
     fn inspect_freed(&self, engine: &Engine, ptr: u64, watched: &Watched) -> Result<bool, Error> {
         let whole = (ptr, watched.bytes);
-        let looked = self.touch(engine, whole, || self.overrun(engine, ptr, watched));
+        let looked = self.touch(engine, whole, || self.find_overrun(engine, ptr, watched));
         let Some(finding) = looked.transpose()? else {
             return Ok(false);
         };
@@ -189,7 +189,7 @@ impl Debug {
     }
 
     /// Returns the damage to the guard of a block that no stream uses now.
-    fn overrun(
+    fn find_overrun(
         &self,
         engine: &Engine,
         ptr: u64,
@@ -199,12 +199,12 @@ impl Debug {
             return Ok(None);
         }
         let guard = (watched.requested, watched.bytes);
-        let wrong = self.first_unlike(engine, ptr, guard, GUARD)?;
+        let wrong = self.find_mismatch(engine, ptr, guard, GUARD)?;
         Ok(wrong.map(|offset| watched.finding(Misuse::Overrun, ptr, offset)))
     }
 
     /// Returns the first byte of a range of a block that differs from the fill value.
-    fn first_unlike(
+    fn find_mismatch(
         &self,
         engine: &Engine,
         ptr: u64,
@@ -287,12 +287,12 @@ impl Debug {
         // Visits each block once: a block that cannot be freed now is put back.
         let count = self.table().quarantined();
         for _ in 0..count {
-            let Some((ptr, watched)) = self.table().leave_quarantine(keep) else {
+            let Some((ptr, watched)) = self.table().take_from_quarantine(keep) else {
                 break;
             };
             let whole = (0, watched.bytes);
             let looked = self.touch(engine, (ptr, watched.bytes), || match watched.filled {
-                true => self.first_unlike(engine, ptr, whole, POISON).map(Some),
+                true => self.find_mismatch(engine, ptr, whole, POISON).map(Some),
                 false => Ok(None),
             });
             match looked {
@@ -318,7 +318,7 @@ impl Debug {
                 Err(error) => {
                     log::warn!("a block that was held back is not freed: {error}");
                     // The program has no handle to the block any more, so a later call tries again.
-                    self.table().hold_again(ptr, watched);
+                    self.table().return_held(ptr, watched);
                 }
             }
         }
@@ -351,7 +351,7 @@ impl Debug {
                 continue;
             }
             let looked = self.touch(engine, (ptr, watched.bytes), || {
-                self.overrun(engine, ptr, &watched)
+                self.find_overrun(engine, ptr, &watched)
             });
             let freed = self.table().end_read(ptr);
             if freed {

@@ -91,7 +91,7 @@ pub(crate) fn refuse_captures(
     for stream in kept {
         engine.refuse_capture(&engine.named(&stream)?)?;
     }
-    let suspects = engine.driver().own_suspects().into_iter();
+    let suspects = engine.driver().list_suspects().into_iter();
     let there = |stream: &Stream| contexts.iter().any(|c| c.id() == stream.context().id());
     for stream in suspects.filter(there) {
         match stream.is_capturing() {
@@ -130,7 +130,7 @@ pub(crate) fn synchronise(engine: &Engine, once: bool) -> Result<(), Error> {
     refuse_captures(engine, &contexts, once)?;
     let refuted = found_capturing(engine, &engine.lock());
     let mut retired = Vec::new();
-    let mut unasked = Vec::new();
+    let mut unqueried = Vec::new();
     let bounds: Vec<(Batch, u64)> = {
         let mut heap = engine.lock();
         // The capture queries may have found a context destroyed, or made one distrusted.
@@ -153,7 +153,7 @@ pub(crate) fn synchronise(engine: &Engine, once: bool) -> Result<(), Error> {
                 working.push((stream, slot.context.id()));
             }
         }
-        unasked.extend(&heap.graphs.unasked);
+        unqueried.extend(&heap.graphs.unqueried);
         let batches = working.iter();
         let heap = &mut *heap;
         let mut close = |stream| heap.caches.close_batch(&mut heap.streams, stream);
@@ -195,9 +195,9 @@ pub(crate) fn synchronise(engine: &Engine, once: bool) -> Result<(), Error> {
         let left_out = !heap.closed || unanswered.contains(&slot.context.id());
         slot.distrusted.filter(|_| left_out)
     });
-    let done = match unasked.is_empty() || distrusted.is_some() {
+    let done = match unqueried.is_empty() || distrusted.is_some() {
         true => Vec::new(),
-        false => heap.graphs.completed(&unasked),
+        false => heap.graphs.completed(&unqueried),
     };
     drop(heap);
     drop(done);

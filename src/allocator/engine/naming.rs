@@ -38,7 +38,7 @@ impl Engine {
         }
         // The legacy stream represents other streams, so it is queried whenever that matters.
         if error.code() != sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
-            self.driver().saw_capture(raw);
+            self.driver().note_capture(raw);
         }
         Error::Capturing {
             stream: raw as usize,

@@ -232,7 +232,7 @@ pub(crate) struct Arena {
     free: BTreeMap<u64, Piece>,
     /// The most recently freed block, by its home, separate from other free memory: the next request often has its
     /// size.
-    hand: Option<(u64, Piece)>,
+    recent: Option<(u64, Piece)>,
     /// Free memory that plans in progress have set aside, by the address of each plan's place. Changes to the uses of
     /// free memory apply to it too.
     pub(super) aside: BTreeMap<u64, Vec<(Part, Tag)>>,
@@ -298,9 +298,9 @@ impl Arena {
             for part in parts {
                 self.put(*part, tag.clone());
             }
-            self.lay_down();
+            self.merge_recent();
             let granules = last.granules;
-            self.hand = Some((last.home, Piece { granules, tag }));
+            self.recent = Some((last.home, Piece { granules, tag }));
         }
         Some(Gone {
             id: live.id,
@@ -332,7 +332,7 @@ impl Arena {
     /// Takes out all handles for release: home, handle, and whether an earlier attempt to unmap it failed.
     pub(crate) fn take_handles(&mut self) -> Vec<(u64, Handle, bool)> {
         self.free.clear();
-        self.hand = None;
+        self.recent = None;
         let held = std::mem::take(&mut self.handles).into_iter();
         let mut all: Vec<_> = held.map(|(home, handle)| (home, handle, false)).collect();
         let stuck = std::mem::take(&mut self.stuck).into_iter();
@@ -344,7 +344,7 @@ impl Arena {
     /// behind.
     pub(crate) fn forget_memory(&mut self) {
         self.free.clear();
-        self.hand = None;
+        self.recent = None;
         self.mapped = 0;
         for (home, handle) in std::mem::take(&mut self.handles) {
             self.homes.put(home, handle.bytes);

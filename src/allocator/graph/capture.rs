@@ -46,7 +46,7 @@ impl Capture {
                 self.streams.push(Member {
                     user: user.name(),
                     thread: ThreadId::current(),
-                    way: None,
+                    route: None,
                 });
                 self.order.add_stream()
             }
@@ -61,12 +61,12 @@ pub(crate) struct Member {
     /// The thread that named it last.
     pub thread: ThreadId,
     /// The route of its last request.
-    pub way: Option<Way>,
+    pub route: Option<Route>,
 }
 
 /// The route of requests of a stream in a capture, valid while the scopes do not change.
 #[derive(Debug)]
-pub(crate) struct Way {
+pub(crate) struct Route {
     /// The [version](crate::allocator::graph::scope::Scopes::version) of the scopes.
     pub version: u64,
     pub pool: u64,

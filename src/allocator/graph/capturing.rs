@@ -1,7 +1,7 @@
 //! The begin and end of captures that use pools.
 
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
-use crate::allocator::graph::capture::{Capture, Way};
+use crate::allocator::graph::capture::{Capture, Route};
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::scope::Scope;
 use crate::allocator::graph::user::User;
@@ -29,7 +29,7 @@ impl Graphs {
     }
 
     /// Records that a call found its stream in this capture, or in none: an earlier capture of the stream has ended.
-    pub(crate) fn notice(&mut self, user: &User, now: Option<u64>) {
+    pub(crate) fn note_capture(&mut self, user: &User, now: Option<u64>) {
         let mut over = Vec::new();
         for (id, capture) in &mut self.captures {
             let mut streams = capture.streams.iter_mut();
@@ -44,7 +44,7 @@ impl Graphs {
     }
 
     /// Whether this thread named a stream of a capture last: other threads must not query a graph that is being built.
-    pub(crate) fn is_at_hand(&self, user: &User, capture: u64) -> bool {
+    pub(crate) fn is_named_here(&self, user: &User, capture: u64) -> bool {
         let known = self.captures.get(&capture);
         let streams = known.into_iter().flat_map(|known| &known.streams);
         let mut named = streams.filter(|known| known.user.is(user));
@@ -53,37 +53,44 @@ impl Graphs {
     }
 
     /// Stores the route of a request of a stream of a capture, for a version of the scopes.
-    pub(crate) fn set_way(&mut self, (capture, stream): (u64, usize), way: Way) {
+    pub(crate) fn set_route(&mut self, (capture, stream): (u64, usize), route: Route) {
         let known = self.captures.get_mut(&capture);
         if let Some(member) = known.and_then(|known| known.streams.get_mut(stream)) {
-            member.way = Some(way);
+            member.route = Some(route);
         }
     }
 
     /// Stores the user of later blocks on the route of a stream of a capture.
-    pub(crate) fn retrace(&mut self, (capture, stream): (u64, usize), user: &User) {
+    pub(crate) fn set_route_user(&mut self, (capture, stream): (u64, usize), user: &User) {
         let known = self.captures.get_mut(&capture);
         let member = known.and_then(|known| known.streams.get_mut(stream));
-        if let Some(way) = member.and_then(|member| member.way.as_mut()) {
-            way.user = user.trace();
+        if let Some(route) = member.and_then(|member| member.route.as_mut()) {
+            route.user = user.trace();
         }
     }
 
     /// Returns the route of requests of a stream of a capture, and its place there, if this thread named it last and
     /// nothing has changed since its last request.
-    pub(crate) fn way(&self, capture: u64, key: StreamKey, raw: usize) -> Option<(usize, &Way)> {
+    pub(crate) fn route(
+        &self,
+        capture: u64,
+        key: StreamKey,
+        raw: usize,
+    ) -> Option<(usize, &Route)> {
         let known = self.captures.get(&capture)?;
         let place = known.place_of_named(key, raw)?;
         let member = &known.streams[place];
-        let way = member.way.as_ref()?;
+        let route = member.route.as_ref()?;
         let now = ThreadId::current();
-        let same = self.is_way(way.version, way.pool) && member.thread == now && way.thread == now;
-        same.then_some((place, way))
+        let same = self.is_route_valid(route.version, route.pool)
+            && member.thread == now
+            && route.thread == now;
+        same.then_some((place, route))
     }
 
     /// Whether a route to a pool, made for a version of the scopes, is still valid, and the pool's memory is available
     /// without polling events.
-    pub(crate) fn is_way(&self, version: u64, pool: u64) -> bool {
+    pub(crate) fn is_route_valid(&self, version: u64, pool: u64) -> bool {
         let there = |pool: &Pool| !pool.suspended;
         version == self.scopes.version
             && self.events.is_empty()
@@ -92,11 +99,11 @@ impl Graphs {
 
     /// Returns the place of a stream of a capture, if the capture's graph has leased the pool, this thread named the
     /// stream last, and no scope through which the capture got memory was closed.
-    pub(crate) fn place_at_hand(&self, capture: u64, user: &User, pool: u64) -> Option<usize> {
+    pub(crate) fn place_if_unchanged(&self, capture: u64, user: &User, pool: u64) -> Option<usize> {
         let known = self.captures.get(&capture)?;
         let place = known.place_of_named(user.key, user.raw)?;
-        let at_hand = known.streams[place].thread == ThreadId::current();
-        (at_hand && known.leased.contains(&pool) && known.left.is_empty()).then_some(place)
+        let is_named_here = known.streams[place].thread == ThreadId::current();
+        (is_named_here && known.leased.contains(&pool) && known.left.is_empty()).then_some(place)
     }
 
     /// Returns the streams of all captures, each with its capture.
@@ -124,7 +131,7 @@ impl Graphs {
 
     /// Whether a stream used memory of a pool that is live or pending, or belongs to a capture that is not known to
     /// have ended.
-    pub(crate) fn knows(&self, user: &User) -> bool {
+    pub(crate) fn uses_stream(&self, user: &User) -> bool {
         let number = user.key.number();
         let mut captures = self.captures.values().flat_map(|known| &known.streams);
         captures.any(|known| known.user.is(user))
@@ -137,8 +144,8 @@ impl Graphs {
 
     /// Records the retirement of a stream outside captures, whose name may be reused. If `end` is given, it replaces
     /// the stream's events in pending uses.
-    pub(crate) fn departed(&mut self, user: &User, end: Option<Pending>) {
-        self.notice(user, None);
+    pub(crate) fn note_retirement(&mut self, user: &User, end: Option<Pending>) {
+        self.note_capture(user, None);
         if end.is_some() || matches!(user.key, StreamKey::Handle(_)) {
             let number = user.key.number();
             for pool in self.pools.values_mut() {

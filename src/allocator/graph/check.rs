@@ -14,7 +14,7 @@ impl Graphs {
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.pools.values().try_for_each(check_pool)?;
         let known =
-            |number: &u64| self.events.contains_key(number) || self.unasked.contains(number);
+            |number: &u64| self.events.contains_key(number) || self.unqueried.contains(number);
         let pools = self.pools.values().map(|pool| &pool.arena);
         for arena in pools {
             holds(

@@ -28,7 +28,7 @@ pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> 
         return Ok(handles);
     };
     let failure = match &fresh {
-        Some(fresh) => commit::unmake(maker, fresh, &handles, error),
+        Some(fresh) => commit::release_mapped(maker, fresh, &handles, error),
         None => GrowthFailure {
             error,
             mapped: Vec::new(),

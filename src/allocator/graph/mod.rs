@@ -49,7 +49,7 @@ pub(crate) struct Graphs {
     /// Events at the end of uses outside captures, by number.
     pub events: BTreeMap<u64, Arc<Pooled>>,
     /// Uses by streams that must not be queried any more: complete after a wait for everything.
-    pub unasked: BTreeSet<u64>,
+    pub unqueried: BTreeSet<u64>,
     /// Bytes that all pools hold from the driver, including those that growth in progress will add.
     pub held: u64,
     /// Woken when a lease ends.
@@ -105,7 +105,7 @@ pub struct Footprint {
 
 /// The requester of memory of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Asker {
+pub(crate) enum Requester {
     /// A stream of a capture, by its place there, which is valid as long as the capture has this number.
     Captured {
         capture: u64,
@@ -133,8 +133,8 @@ impl Pool {
     }
 
     /// Whether a launch may write memory that a request outside captures would get.
-    fn is_leased_for(&self, asker: Asker) -> bool {
-        matches!(asker, Asker::Eager { .. }) && self.is_leased()
+    fn is_leased_for(&self, requester: Requester) -> bool {
+        matches!(requester, Requester::Eager { .. }) && self.is_leased()
     }
 }
 
@@ -165,9 +165,9 @@ impl Graphs {
     }
 
     /// Stores a use by a stream that may have been destroyed.
-    pub(crate) fn add_unasked(&mut self) -> Pending {
+    pub(crate) fn add_unqueried(&mut self) -> Pending {
         let number = self.number();
-        self.unasked.insert(number);
+        self.unqueried.insert(number);
         Pending {
             stream: NO_STREAM,
             event: number,
@@ -216,14 +216,14 @@ impl Graphs {
     // ---- memory -----------------------------------------------------------------------------------
 
     /// Takes a request from the available memory of a pool.
-    pub(crate) fn take(&mut self, pool: u64, asker: Asker, fit: Fit) -> Option<Place> {
+    pub(crate) fn take(&mut self, pool: u64, requester: Requester, fit: Fit) -> Option<Place> {
         let pool = self.pools.get_mut(&pool)?;
-        let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
+        let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
         let arena = &mut pool.arena;
-        if arena.hand_fits(fit, &usable) {
-            return arena.take_hand();
+        if arena.recent_fits(fit, &usable) {
+            return arena.take_recent();
         }
-        arena.lay_down();
+        arena.merge_recent();
         let mut place = arena.find(fit, &usable)?;
         for part in &place.parts {
             let open = &mut place.open;
@@ -234,11 +234,11 @@ impl Graphs {
 
     /// Returns the free bytes of a pool that a requester may use now, and those that it could use if no work outside
     /// captures were pending.
-    pub(crate) fn free_for(&self, pool: u64, asker: Asker) -> (u64, u64) {
+    pub(crate) fn free_for(&self, pool: u64, requester: Requester) -> (u64, u64) {
         let Some(pool) = self.pools.get(&pool) else {
             return (0, 0);
         };
-        let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
+        let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
         let (mut ready, mut waiting) = (0, 0);
         for (part, tag) in pool.arena.tags() {
             let bytes = u64::from(part.granules) * GRANULE;
@@ -259,15 +259,15 @@ impl Graphs {
     pub(crate) fn plan(
         &mut self,
         pool: u64,
-        asker: Asker,
+        requester: Requester,
         fit: Fit,
         means: &Means<'_>,
     ) -> Result<Plan, Lacking> {
         let Some(pool) = self.pools.get_mut(&pool) else {
             return Err(Lacking::Memory(fit.bytes()));
         };
-        let usable = usable(&self.captures, asker, pool.is_leased_for(asker));
-        pool.arena.lay_down();
+        let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
+        pool.arena.merge_recent();
         let runs = pool.arena.runs(usable);
         let plan = pool.arena.plan(fit, &runs, means)?;
         pool.calls += 1;
@@ -300,7 +300,7 @@ impl Graphs {
         let place = match made {
             Ok(handles) => Some(pool.arena.planned(plan, handles)),
             Err(NotMade { failure, lost }) => {
-                pool.arena.not_made(plan, failure, lost);
+                pool.arena.revert(plan, failure, lost);
                 None
             }
         };
@@ -383,7 +383,7 @@ impl Graphs {
             }
             awaited.extend(arena.pending().map(|used| used.event));
         }
-        self.unasked.retain(|number| awaited.contains(number));
+        self.unqueried.retain(|number| awaited.contains(number));
         let known = self.events.keys().copied();
         let done: Vec<u64> = known.filter(|number| !awaited.contains(number)).collect();
         let done = done.iter();
@@ -565,28 +565,28 @@ impl Graphs {
 /// Returns the test whether a requester may use free memory; `leased` is whether a graph may write memory of captures.
 fn usable(
     captures: &HashMap<u64, Capture, Mixed>,
-    asker: Asker,
+    requester: Requester,
     leased: bool,
 ) -> impl Fn(&Tag) -> bool {
-    let order = match asker {
-        Asker::Captured {
+    let order = match requester {
+        Requester::Captured {
             capture, number, ..
         } => {
             let known = captures.get(&capture);
             let known = known.filter(|known| known.number == number);
             known.map(|known| &known.order)
         }
-        Asker::Eager { .. } => None,
+        Requester::Eager { .. } => None,
     };
-    move |tag| match asker {
-        Asker::Eager { stream } => {
+    move |tag| match requester {
+        Requester::Eager { stream } => {
             // A launch of a captured graph would write it.
             !(tag.captured && leased)
                 && tag.touched.iter().all(Lease::is_over)
                 && tag.marks.is_empty()
                 && tag.pending.iter().all(|used| used.stream == stream)
         }
-        Asker::Captured {
+        Requester::Captured {
             capture, stream, ..
         } => {
             let behind = |mark: &Mark| {

@@ -309,7 +309,7 @@ impl Arena {
     }
 
     /// Reverts a failed plan, except for what could not be undone, such as these mappings of the view.
-    pub(crate) fn not_made(&mut self, plan: Plan, failure: &GrowthFailure, lost: &[(u64, u64)]) {
+    pub(crate) fn revert(&mut self, plan: Plan, failure: &GrowthFailure, lost: &[(u64, u64)]) {
         for (part, tag) in self.aside.remove(&plan.place.addr).unwrap_or_default() {
             self.put(part, tag);
         }

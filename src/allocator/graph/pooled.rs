@@ -4,7 +4,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
-use crate::allocator::graph::Asker;
+use crate::allocator::graph::Requester;
 use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
 use crate::allocator::graph::checkpoint::Changes;
 use crate::allocator::graph::commit::NotMade;
@@ -20,7 +20,7 @@ use crate::event::{self, Kind};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolRequest {
     pub pool: u64,
-    pub asker: Asker,
+    pub requester: Requester,
     pub fit: Fit,
     /// Requested bytes.
     pub requested: u64,
@@ -74,7 +74,7 @@ pub(crate) fn plan(heap: &mut Heap, request: &PoolRequest) -> Result<Plan, Lacki
         size: &|missing| physical.handle_size(&want, missing, held, Sharers::Pool),
     };
     heap.graphs
-        .plan(request.pool, request.asker, request.fit, &means)
+        .plan(request.pool, request.requester, request.fit, &means)
 }
 
 /// Records the outcome of a planned growth of a pool. On success returns the place of the block that it was planned

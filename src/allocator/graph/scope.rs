@@ -72,7 +72,7 @@ pub(crate) struct Scopes {
 }
 
 /// The properties of a request that scopes depend on.
-pub(crate) struct Asked<'a> {
+pub(crate) struct ScopeQuery<'a> {
     pub user: &'a User,
     pub capture: Option<u64>,
     pub thread: ThreadId,
@@ -124,7 +124,7 @@ impl Scopes {
 
     /// Routes a request: to the pool of its capture, else of its stream, of a filter that returns true, or of its
     /// thread. Of several scopes the last one entered applies.
-    pub(crate) fn resolve(&mut self, asked: &Asked<'_>, filtered: bool) -> Answer {
+    pub(crate) fn resolve(&mut self, asked: &ScopeQuery<'_>, filtered: bool) -> Answer {
         let found = asked
             .capture
             .and_then(|capture| self.of_capture(capture, asked.thread));

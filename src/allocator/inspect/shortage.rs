@@ -33,7 +33,7 @@ pub(crate) fn out_of_memory_in_pool(
 ) -> OutOfMemory {
     heap.stats.misses += 1;
     heap.stats.ooms += 1;
-    let (ready, waiting) = heap.graphs.free_for(request.pool, request.asker);
+    let (ready, waiting) = heap.graphs.free_for(request.pool, request.requester);
     let shortage = Shortage {
         growth: request.fit.bytes().next_multiple_of(PHYSICAL_GRANULE),
         needed,

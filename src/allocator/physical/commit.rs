@@ -95,7 +95,7 @@ fn map_with(
 }
 
 /// Unmaps and releases handles that [`map`] created.
-pub(crate) fn unmake(
+pub(crate) fn release_mapped(
     maker: &Maker<'_>,
     fresh: &Fresh,
     handles: &[u64],

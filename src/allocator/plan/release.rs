@@ -185,7 +185,7 @@ pub(crate) fn remove(heap: &mut Heap, release: &Release) {
     heap.stats
         .segment_gone(release.space == SpaceId::Small, release.bytes);
     heap.physical.holdings.remove(&release.addr);
-    heap.suspended.died(release.addr);
+    heap.suspended.forget_segment(release.addr);
     let memory = (release.space, release.handle.is_some());
     heap.recorder
         .record_memory(Kind::Unmap, (release.addr, release.bytes), memory);

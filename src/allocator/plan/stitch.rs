@@ -233,7 +233,7 @@ pub(crate) fn revert(
     }
 }
 
-/// Adds what is left of a failed stitch to the heap.
+/// Returns the memory that a failed stitch did not lose to the heap.
 pub(crate) fn revert_failed(
     heap: &mut Heap,
     want: &Want,

@@ -149,7 +149,7 @@ impl Suspensions {
     }
 
     /// Forgets the number of a segment that was unmapped.
-    pub(crate) fn died(&mut self, home: u64) {
+    pub(crate) fn forget_segment(&mut self, home: u64) {
         self.ids.remove(&home);
     }
 
@@ -163,15 +163,15 @@ impl Suspensions {
 
     /// Whether a handle at this home is suspended, or is being suspended or resumed.
     pub(crate) fn covers(&self, address: u64) -> bool {
-        self.meets(address, 1)
+        self.overlaps(address, 1)
     }
 
     /// Whether all of a block outside graph pools is present, and none of it is about to be suspended.
-    pub(crate) fn leaves(&self, address: u64, bytes: u64) -> bool {
-        !self.closed && !self.working && !self.meets(address, bytes)
+    pub(crate) fn is_present(&self, address: u64, bytes: u64) -> bool {
+        !self.closed && !self.working && !self.overlaps(address, bytes)
     }
 
-    fn meets(&self, address: u64, bytes: u64) -> bool {
+    fn overlaps(&self, address: u64, bytes: u64) -> bool {
         let handles = self.map.values().flat_map(|away| &away.handles);
         let away = handles.map(|handle| (handle.home, handle.bytes));
         let mut homes = away.chain(self.under_way.iter().copied());
@@ -210,7 +210,7 @@ mod tests {
         let mut known = Suspensions::default();
         let first = known.id_of(7);
         assert_eq!(known.id_of(7), first);
-        known.died(7);
+        known.forget_segment(7);
         assert_ne!(known.id_of(7), first);
     }
 }

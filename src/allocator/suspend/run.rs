@@ -141,7 +141,7 @@ impl<'a> Work<'a> {
         let segments = handles.map(|handle| {
             let id = heap.suspended.id_of(handle.home);
             if change == SegmentChange::Death {
-                heap.suspended.died(handle.home);
+                heap.suspended.forget_segment(handle.home);
             }
             Segment {
                 id,
@@ -248,7 +248,7 @@ pub(crate) fn suspend(
             matches!((parked.contents, target), (Contents::Drop, Target::Arenas))
         })
     {
-        debug.lose_guards();
+        debug.mark_guards_lost();
     }
     let dying = work.segments(SegmentChange::Death);
     engine.suspender.notify(SegmentChange::Death, &dying);
@@ -320,7 +320,7 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
     }
     let (bytes, handles, kept) = work.sums();
     report_restored(engine, work);
-    pools::tidy(engine);
+    pools::release_unused(engine);
     Ok(Resumed {
         bytes,
         handles,

@@ -3,7 +3,7 @@
 use crate::DeviceBuffer;
 use crate::allocator::{Allocator, Config, Policy, ReliefHook};
 use crate::driver::Stream;
-use crate::driver::process::child_says;
+use crate::driver::process::child_output;
 use crate::error::Error;
 use crate::sim::{SimConfig, Simulator};
 
@@ -45,7 +45,7 @@ fn d9_nothing_waits_for_the_heap_in_a_forked_child() -> Test {
         let locked = a.clone();
         let mut ours = Some((a, wide, small, guard, buffer));
         let heap = locked.engine().lock();
-        let told = child_says(|| {
+        let told = child_output(|| {
             let Some((a, wide, small, guard, buffer)) = ours.take() else {
                 return false;
             };
@@ -80,7 +80,7 @@ fn d9_nothing_waits_for_hooks_in_a_forked_child() -> Test {
     let context = driver.context(0)?;
     let a = Allocator::with_config(&context, Config::new())?;
     let told = a.engine().hooks.while_locked(|| {
-        child_says(|| {
+        child_output(|| {
             !a.add_relief_hook(ReliefHook::new("new", |_| 0)) && !a.remove_relief_hook("new")
         })
     });

@@ -66,7 +66,7 @@ fn undo(
     drop(entered);
     match &stitch.fresh {
         Some(new) if !fresh.is_empty() => {
-            Unmapped::NotMade(commit::unmake(maker, new, &fresh, error))
+            Unmapped::NotMade(commit::release_mapped(maker, new, &fresh, error))
         }
         _ => Unmapped::Undone(error),
     }

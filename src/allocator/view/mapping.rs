@@ -333,7 +333,7 @@ impl Stitch {
 pub(crate) enum Unmapped {
     /// Nothing is left of it.
     Undone(DriverError),
-    /// New memory could not be created; contains what is left of it.
+    /// New memory could not be created; contains the parts that could not be undone.
     NotMade(GrowthFailure),
     /// This many mappings, and the handles of new memory, are left in the view.
     Stuck(DriverError, usize, Vec<u64>),

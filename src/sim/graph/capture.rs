@@ -146,8 +146,8 @@ impl State {
         fail(CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
     }
 
-    /// Query or wait of the host for a captured event. That of a capture which has ended is an invalid value
-    /// to the driver (measured with driver 580 on an H200).
+    /// A query of, or host wait for, a captured event. After the end of its capture, the driver returns an invalid
+    /// value (measured with driver 580 on an H200).
     pub(in crate::sim) fn captured_event(&mut self, capture: u64) -> R {
         let Some(capture) = self.graphs.captures.get_mut(&capture) else {
             return fail(CUresult::CUDA_ERROR_INVALID_VALUE);
@@ -224,7 +224,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether all that streams of the capture added comes before what the first one would add next.
+    /// Whether everything that the streams of a capture added precedes the next node of the first stream.
     fn is_joined(&self, capture: &Capture) -> bool {
         let start = capture.members.get(&capture.origin).into_iter().flatten();
         let mut stack: Vec<u64> = start.map(|link| link.node).collect();

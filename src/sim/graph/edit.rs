@@ -1,4 +1,4 @@
-//! Graphs made by hand, and what is in a graph.
+//! Graphs built node by node, and queries of a graph's nodes.
 
 use super::links::{Link, read_links};
 use super::{Graph, Node, Task};
@@ -59,7 +59,7 @@ impl State {
         out.set(self.graphs.add_node(graph, task, links)? as CUgraphNode)
     }
 
-    /// Writes as many dependencies as the caller has room for, or says how many there are.
+    /// Writes as many dependencies as the caller has room for, or only their number.
     fn write_links(
         links: &[Link],
         nodes: &Out<CUgraphNode>,

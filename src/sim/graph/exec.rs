@@ -42,7 +42,7 @@ impl State {
                 if link.is_whole() {
                     after.insert(before);
                 } else {
-                    // Begins when the other one has begun, which need not be complete.
+                    // The step begins when the other one has begun, not when it is complete.
                     after.extend(&steps[before].after);
                 }
             }
@@ -70,7 +70,7 @@ impl State {
         (steps, lanes.into_iter().map(|(_, ctx)| ctx).collect())
     }
 
-    /// Takes an executable away once it is destroyed and none of its launches is under way.
+    /// Removes a destroyed executable when none of its launches is in progress.
     fn drop_finished_exec(&mut self, exec: u64) {
         let over = |entry: &Exec| entry.destroyed && entry.running == 0;
         if !self.graphs.execs.get(exec).is_some_and(over) {
@@ -101,7 +101,7 @@ impl State {
         self.drop_finished_exec(exec);
     }
 
-    /// Destroys the executables that have work in a context, which ends.
+    /// Destroys the executables that have work in a context that is being destroyed.
     pub(in crate::sim) fn destroy_execs_of(&mut self, ctx: usize) {
         let has = |entry: &Exec| entry.lanes.iter().any(|(_, of)| *of == ctx);
         let execs = self.graphs.execs.iter();

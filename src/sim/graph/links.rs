@@ -43,18 +43,18 @@ impl Link {
         }
     }
 
-    /// Whether it says more than that one node comes before the other.
+    /// Whether the edge has data beyond the order of its two nodes.
     pub(super) fn has_data(&self) -> bool {
         (self.from_port, self.to_port, self.kind) != (0, 0, 0)
     }
 
-    /// Whether the next node may begin while the node, a kernel, runs, which it has to be a kernel for.
+    /// Whether the next node may begin while this one runs; both must be kernels.
     pub(super) fn is_programmatic(&self) -> bool {
         self.kind == 1
     }
 
-    /// Whether an edge may have this data if it leaves a kernel, or another node. As the driver's header says:
-    /// ports are those of kernels, and the port at which a kernel lets others begin needs a programmatic edge.
+    /// Whether an edge from a kernel, or from another node, may have this data. By the driver's header, only kernels
+    /// have ports, and the port at which a kernel lets its successors begin needs a programmatic edge.
     pub(super) fn may_leave(&self, kernel: bool) -> bool {
         match (self.kind, self.from_port, self.to_port) {
             (0, 0, 0) => true,

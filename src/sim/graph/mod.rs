@@ -79,7 +79,7 @@ impl<T> Handles<T> {
     }
 }
 
-/// What a node does.
+/// The operation of a node.
 #[derive(Clone, Debug)]
 pub(super) struct Task {
     pub(super) work: Work,
@@ -130,14 +130,14 @@ type References = BTreeMap<u64, u64>;
 
 #[derive(Default)]
 pub(super) struct Graph {
-    /// In the order in which they were added: each behind those that it depends on.
+    /// In the order in which they were added: each after its dependencies.
     nodes: Vec<u64>,
     objects: References,
     /// The capture that adds to it.
     capture: Option<u64>,
 }
 
-/// A capture under way.
+/// A capture in progress.
 pub(super) struct Capture {
     origin: u32,
     thread: u64,
@@ -146,9 +146,9 @@ pub(super) struct Capture {
     graph: u64,
     /// Whether the graph was there before.
     into: bool,
-    /// Each stream that takes part, with what its next node depends on.
+    /// Each stream of the capture, with the dependencies of its next node.
     members: HashMap<u32, Vec<Link>>,
-    /// What a query has shown of a stream, for as long as the caller may look at it.
+    /// The dependencies that a query returned for a stream, kept as long as the caller may read them.
     shown: HashMap<u32, Shown>,
 }
 
@@ -172,16 +172,16 @@ struct Step {
 /// An executable graph.
 pub(super) struct Exec {
     steps: Arc<[Step]>,
-    /// The queues that the steps run on, with their contexts. What follows itself on one is ordered by the
-    /// graph; what is not is on different ones.
+    /// The queues that the steps run on, with their contexts. Steps that the graph orders share a queue; concurrent
+    /// steps have different ones.
     lanes: Vec<(u32, usize)>,
     objects: References,
-    /// What an update replaced while launches were under way.
+    /// Steps that an update replaced while launches were in progress.
     replaced: Vec<References>,
     /// Launches that are not complete.
     running: u64,
     destroyed: bool,
-    /// The last launch, behind which the next one comes: a queue, a position there, and what came before.
+    /// The last launch, which the next one follows: its queue, its position there, and the operations before it.
     last: Option<Launch>,
 }
 
@@ -193,7 +193,7 @@ pub(super) struct UserObject {
     launches: Vec<Launch>,
 }
 
-/// The end of a launch: its queue, its place there, and what comes before it.
+/// The end of a launch: its queue, its position there, and the operations before it.
 pub(super) type Launch = (u32, u64, Arc<Clock>);
 
 /// Everything that has to do with graphs.

@@ -50,11 +50,11 @@ pub fn vary(
     percent: u8,
     seed: u64,
 ) -> Result<Trace, TraceError> {
-    Trace::from_rows(name, varied(trace, copies, percent, seed))
+    Trace::from_rows(name, vary_rows(trace, copies, percent, seed))
 }
 
 /// Returns the rows of `vary`, one by one.
-pub fn varied(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Rows<'_> {
+pub fn vary_rows(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Rows<'_> {
     let maker = vary::Varied::new(trace, copies, percent, seed);
     Rows::new(Box::new(maker), usize::MAX)
 }

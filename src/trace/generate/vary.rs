@@ -27,10 +27,10 @@ impl Varied<'_> {
         }
     }
 
-    fn changed(&mut self, bytes: u64) -> u64 {
+    fn vary_size(&mut self, bytes: u64) -> u64 {
         let share = self.random.between(100 - self.percent, 100 + self.percent);
-        let changed = u128::from(bytes) * u128::from(share) / 100;
-        u64::try_from(changed).unwrap_or(u64::MAX).max(1)
+        let vary_size = u128::from(bytes) * u128::from(share) / 100;
+        u64::try_from(vary_size).unwrap_or(u64::MAX).max(1)
     }
 }
 
@@ -50,7 +50,7 @@ impl Maker for Varied<'_> {
             return true;
         };
         // A number is drawn at every row, so that sizes do not depend on each other.
-        let bytes = self.changed(row.bytes);
+        let bytes = self.vary_size(row.bytes);
         match (row.op, self.blocks.get(row.id).copied()) {
             (Op::Free, Some(made)) => match self.trace.allocations()[row.id].released {
                 Some(at) if at > self.row => draft.free_until(made, at - self.row),

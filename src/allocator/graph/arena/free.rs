@@ -32,9 +32,9 @@ impl Best {
 }
 
 impl Arena {
-    /// Returns usable runs of free memory at home: start and end, ascending. The [hand](Self::lay_down) must be empty.
+    /// Returns usable runs of free memory at home: start and end, ascending. The [recent block](Self::merge_recent) must have been merged.
     pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
-        debug_assert!(self.hand.is_none(), "free memory is among other");
+        debug_assert!(self.recent.is_none(), "free memory is among other");
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for (at, piece) in &self.free {
             if !usable(&piece.tag) {
@@ -77,7 +77,7 @@ impl Arena {
 
     /// Returns the best fit for a request at home, without building the list of runs.
     fn best_at_home(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> Option<u64> {
-        debug_assert!(self.hand.is_none(), "free memory is among other");
+        debug_assert!(self.recent.is_none(), "free memory is among other");
         let mut best = Best::new(fit);
         self.each_run(self.free.iter(), usable, |run| best.offer(run));
         best.addr()
@@ -112,8 +112,8 @@ impl Arena {
     /// Whether the most recently freed block is the best fit for a request, as far as that can be decided without a
     /// search. A run of exactly the requested length is not split, and is the best if no other run of that length lies
     /// lower. If all other free memory lies after it, there is no other run than the one that it begins.
-    pub(crate) fn hand_fits(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
-        self.hand.as_ref().is_some_and(|(home, piece)| {
+    pub(crate) fn recent_fits(&self, fit: Fit, usable: impl Fn(&Tag) -> bool) -> bool {
+        self.recent.as_ref().is_some_and(|(home, piece)| {
             piece.granules == fit.granules
                 && fit.aligned(*home) == *home
                 && usable(&piece.tag)
@@ -149,8 +149,8 @@ impl Arena {
     }
 
     /// Takes the most recently freed block.
-    pub(crate) fn take_hand(&mut self) -> Option<Place> {
-        let (home, piece) = self.hand.take()?;
+    pub(crate) fn take_recent(&mut self) -> Option<Place> {
+        let (home, piece) = self.recent.take()?;
         let granules = piece.granules;
         Some(Place {
             addr: home,
@@ -160,8 +160,8 @@ impl Arena {
     }
 
     /// Adds the most recently freed block to the other free memory.
-    pub(crate) fn lay_down(&mut self) {
-        if let Some((home, Piece { granules, tag })) = self.hand.take() {
+    pub(crate) fn merge_recent(&mut self) {
+        if let Some((home, Piece { granules, tag })) = self.recent.take() {
             self.put(Part { home, granules }, tag);
         }
     }
@@ -198,7 +198,7 @@ impl Arena {
 
     /// Like [`take`](Self::take), but passes the former tags to a closure.
     pub(crate) fn take_each(&mut self, part: Part, mut was: impl FnMut(Part, &Tag)) {
-        self.lay_down();
+        self.merge_recent();
         let mut at = part.home;
         while at < part.end() {
             let (start, mut piece) = match self.free.remove(&at) {
@@ -269,7 +269,7 @@ impl Arena {
 
     /// Changes the tags of free memory, and merges neighbours whose tags have become equal.
     pub(crate) fn retag(&mut self, change: impl Fn(&mut Tag)) {
-        self.lay_down();
+        self.merge_recent();
         for (home, mut piece) in std::mem::take(&mut self.free) {
             change(&mut piece.tag);
             let part = Part {
@@ -284,8 +284,8 @@ impl Arena {
 
     /// Iterates over the tags of free memory, including memory that plans in progress have set aside.
     pub(crate) fn tags(&self) -> impl Iterator<Item = (Part, &Tag)> {
-        let hand = self.hand.iter().map(|(home, piece)| (home, piece));
-        let free = self.free.iter().chain(hand).map(|(home, piece)| {
+        let recent = self.recent.iter().map(|(home, piece)| (home, piece));
+        let free = self.free.iter().chain(recent).map(|(home, piece)| {
             let part = Part {
                 home: *home,
                 granules: piece.granules,
@@ -298,8 +298,8 @@ impl Arena {
 
     /// Returns the free bytes.
     pub(crate) fn free_bytes(&self) -> u64 {
-        let hand = self.hand.iter().map(|(_, piece)| piece);
-        let pieces = self.free.values().chain(hand);
+        let recent = self.recent.iter().map(|(_, piece)| piece);
+        let pieces = self.free.values().chain(recent);
         pieces.map(|piece| u64::from(piece.granules)).sum::<u64>() * GRANULE
     }
 }

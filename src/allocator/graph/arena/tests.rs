@@ -99,7 +99,7 @@ fn a_plan_that_fails_leaves_all_as_it_was() {
         ),
         mapped: Vec::new(),
     };
-    arena.not_made(plan, &failure, &[]);
+    arena.revert(plan, &failure, &[]);
     let after = (
         arena.free_bytes(),
         arena.held(),

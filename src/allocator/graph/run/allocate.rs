@@ -9,21 +9,21 @@ use crate::allocator::graph::pooled;
 use crate::allocator::graph::pooled::PoolRequest;
 use crate::allocator::graph::run::fast_path;
 use crate::allocator::graph::run::pools;
+use crate::allocator::graph::run::refuse_released;
 use crate::allocator::graph::run::streams;
-use crate::allocator::graph::run::usable_pool;
 use crate::allocator::inspect::shortage::out_of_memory_in_pool;
 use crate::driver::{DriverError, process, sys};
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::graph::Asker;
+use crate::allocator::graph::Requester;
 use crate::allocator::graph::arena::Fit;
-use crate::allocator::graph::capture::{Capture, Present, Way};
+use crate::allocator::graph::capture::{Capture, Present, Route};
 use crate::allocator::graph::commit;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::plan::Lacking;
-use crate::allocator::graph::scope::{Answer, Asked, as_predicate, is_in_predicate};
+use crate::allocator::graph::scope::{Answer, ScopeQuery, as_predicate, is_in_predicate};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::request::Checked;
 use crate::allocator::size::PHYSICAL_GRANULE;
@@ -69,14 +69,14 @@ pub(crate) fn allocate(
     }
     let lacks_lease = {
         let heap = engine.open()?;
-        usable_pool(&heap.graphs, pool)?;
+        refuse_released(&heap.graphs, pool)?;
         heap.graphs.ensure_present(pool)?;
         let mut capture = info.iter();
         capture.any(|info| heap.graphs.lacks_lease(info.id, pool))
     };
     engine.free_deferred();
-    let asker = match &info {
-        None => Asker::Eager {
+    let requester = match &info {
+        None => Requester::Eager {
             stream: user.key.number(),
         },
         Some(info) if engine.driver().is_joined(info.id) => {
@@ -91,7 +91,7 @@ pub(crate) fn allocate(
             }
             let place = |capture: &Capture, stream| (capture.number, stream);
             let (number, stream) = streams::advance(engine, &user, info, place)?;
-            Asker::Captured {
+            Requester::Captured {
                 capture: info.id,
                 number,
                 stream,
@@ -100,24 +100,24 @@ pub(crate) fn allocate(
     };
     let awaits = {
         let mut heap = engine.open()?;
-        if let Asker::Captured { capture, .. } = asker
+        if let Requester::Captured { capture, .. } = requester
             && !heap.graphs.serve(capture, scope, pool)
         {
             return Err(Error::Capturing { stream: user.raw });
         }
-        if let Asker::Captured {
+        if let Requester::Captured {
             capture, stream, ..
-        } = asker
+        } = requester
         {
             let user = user.trace();
             let thread = ThreadId::current();
-            let way = Way {
+            let route = Route {
                 version,
                 pool,
                 user,
                 thread,
             };
-            heap.graphs.set_way((capture, stream), way);
+            heap.graphs.set_route((capture, stream), route);
         }
         heap.graphs.has_events()
     };
@@ -126,7 +126,7 @@ pub(crate) fn allocate(
     }
     let request = PoolRequest {
         pool,
-        asker,
+        requester,
         fit: Fit {
             views: request.views && engine.views.are_allowed(),
             ..request.fit()
@@ -152,7 +152,7 @@ fn resolve(
     user: &User,
     info: Option<&Present>,
 ) -> Result<Option<(u64, u64, u64)>, Error> {
-    let asked = Asked {
+    let asked = ScopeQuery {
         user,
         capture: info.map(|info| info.id),
         thread: ThreadId::current(),
@@ -161,7 +161,7 @@ fn resolve(
     loop {
         let (answer, version) = {
             let mut heap = engine.open()?;
-            heap.graphs.notice(user, asked.capture);
+            heap.graphs.note_capture(user, asked.capture);
             let scopes = &mut heap.graphs.scopes;
             let answer = scopes.resolve(&asked, filtered.is_some());
             (answer, filtered.unwrap_or(scopes.version))
@@ -201,16 +201,16 @@ fn obtain(
     let (mut made_room, mut refusal, mut asked) = (false, None, false);
     loop {
         let mut heap = engine.open()?;
-        usable_pool(&heap.graphs, pool)?;
+        refuse_released(&heap.graphs, pool)?;
         heap.graphs.ensure_present(pool)?;
-        if let Asker::Captured {
+        if let Requester::Captured {
             capture, number, ..
-        } = request.asker
+        } = request.requester
             && heap.graphs.same_capture(capture, number).is_none()
         {
             return Err(Error::Capturing { stream: user.raw });
         }
-        let taken = heap.graphs.take(pool, request.asker, request.fit);
+        let taken = heap.graphs.take(pool, request.requester, request.fit);
         if let Some(place) = taken {
             let users = Few::from([user]);
             return Ok(pooled::add(&mut heap, pool, request.sizes(), place, users));
@@ -231,7 +231,7 @@ fn obtain(
             Err(Lacking::Homes(bytes)) => {
                 let leased =
                     streams::lease_addresses(engine, pool, bytes, |arena| &mut arena.homes);
-                leased.map_err(|error| no_addresses(engine, &request, error))?;
+                leased.map_err(|error| no_addresses_error(engine, &request, error))?;
                 continue;
             }
             Err(Lacking::Sites(bytes)) => {
@@ -244,7 +244,7 @@ fn obtain(
                 continue;
             }
             Err(Lacking::Memory(bytes)) if made_room => {
-                return Err(no_room(engine, &request, bytes, refusal));
+                return Err(no_room_error(engine, &request, bytes, refusal));
             }
             Err(Lacking::Memory(bytes)) => {
                 (made_room, asked) = (true, false);
@@ -271,7 +271,7 @@ fn obtain(
                 }
                 refusal = Some(cause);
                 if made_room {
-                    return Err(no_room(engine, &request, fresh, refusal));
+                    return Err(no_room_error(engine, &request, fresh, refusal));
                 }
                 (made_room, asked) = (true, false);
                 pools::make_room(engine, pool, fresh, refusal)?;
@@ -281,18 +281,18 @@ fn obtain(
 }
 
 /// Returns the error for a pool request for which no addresses could be leased.
-fn no_addresses(engine: &Engine, request: &PoolRequest, error: Error) -> Error {
+fn no_addresses_error(engine: &Engine, request: &PoolRequest, error: Error) -> Error {
     match error {
         Error::Driver(refusal) => {
             let needed = request.fit.bytes().next_multiple_of(PHYSICAL_GRANULE);
-            no_room(engine, request, needed, Some(refusal))
+            no_room_error(engine, request, needed, Some(refusal))
         }
         error => error,
     }
 }
 
 /// Returns the error for a pool request for which the driver provided no memory.
-fn no_room(
+fn no_room_error(
     engine: &Engine,
     request: &PoolRequest,
     needed: u64,

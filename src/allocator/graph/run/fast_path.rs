@@ -16,7 +16,7 @@ use crate::allocator::graph::arena::{Mark, Tag};
 use crate::allocator::graph::capture::Present;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::user::User;
-use crate::allocator::graph::{Asker, Graphs};
+use crate::allocator::graph::{Graphs, Requester};
 use crate::allocator::heap::request::Checked;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
@@ -35,33 +35,33 @@ pub(crate) fn allocate(
         return Ok(None);
     }
     let (raw, fit) = (named.raw as usize, request.fit());
-    let way = Cell::new(None);
+    let route = Cell::new(None);
     let place = |graphs: &mut Graphs| {
-        let (place, found) = graphs.way(info.id, named.key, raw)?;
-        way.set(Some((found.version, found.pool, found.user.user())));
+        let (place, found) = graphs.route(info.id, named.key, raw)?;
+        route.set(Some((found.version, found.pool, found.user.user())));
         Some(place)
     };
     let grant = streams::advance_from(engine, raw, info, place, |heap, number, stream| {
-        let (version, pool, user) = way.take()?;
-        let place = match heap.graphs.is_way(version, pool) {
+        let (version, pool, user) = route.take()?;
+        let place = match heap.graphs.is_route_valid(version, pool) {
             true => {
-                let asker = Asker::Captured {
+                let requester = Requester::Captured {
                     capture: info.id,
                     number,
                     stream,
                 };
-                heap.graphs.take(pool, asker, fit)
+                heap.graphs.take(pool, requester, fit)
             }
             false => None,
         };
         let Some(place) = place else {
             // The user is dropped without the lock, because it may hold the last reference to the stream.
-            way.set(Some((version, pool, user)));
+            route.set(Some((version, pool, user)));
             return None;
         };
         let user = user.unwrap_or_else(|| {
             let user = named.user(Some(info.id));
-            heap.graphs.retrace((info.id, stream), &user);
+            heap.graphs.set_route_user((info.id, stream), &user);
             user
         });
         let sizes = (fit.granules, request.requested);
@@ -81,7 +81,7 @@ pub(crate) fn free(
     if user.since != Some(info.id) {
         return Ok(false);
     }
-    let place = |graphs: &mut Graphs| graphs.place_at_hand(info.id, user, pool);
+    let place = |graphs: &mut Graphs| graphs.place_if_unchanged(info.id, user, pool);
     let freed = streams::advance_from(engine, user.raw, info, place, |heap, _, stream| {
         let live = heap.graphs.pools.get(&pool)?.arena.live.get(&ptr);
         let live = live.filter(|_| pooled::is_live(heap, life))?;
@@ -111,7 +111,7 @@ pub(crate) fn free(
     };
     drop(freed);
     if has_leaving {
-        pools::tidy(engine);
+        pools::release_unused(engine);
     }
     engine.finish_free(rest);
     Ok(true)

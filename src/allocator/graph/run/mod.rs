@@ -11,7 +11,7 @@ use crate::allocator::graph::Graphs;
 use crate::error::{Error, GraphPoolError};
 
 /// Refuses a pool that was released.
-pub(crate) fn usable_pool(graphs: &Graphs, pool: u64) -> Result<(), Error> {
+pub(crate) fn refuse_released(graphs: &Graphs, pool: u64) -> Result<(), Error> {
     match graphs.pools.get(&pool) {
         Some(pool) if !pool.released => Ok(()),
         _ => Err(Error::GraphPool(GraphPoolError::Released)),

@@ -17,8 +17,8 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::plan::Plan;
+use crate::allocator::graph::run::refuse_released;
 use crate::allocator::graph::run::streams;
-use crate::allocator::graph::run::usable_pool;
 use crate::allocator::graph::{Footprint, Pool};
 use crate::allocator::physical::Release;
 use crate::allocator::suspend::discard;
@@ -34,19 +34,19 @@ pub(crate) const SOON: Duration = Duration::from_millis(5);
 pub(crate) fn checkpoint(engine: &Engine, pool: u64) -> Result<Layout, Error> {
     engine.free_deferred();
     let mut heap = engine.open()?;
-    usable_pool(&heap.graphs, pool)?;
+    refuse_released(&heap.graphs, pool)?;
     Ok(heap.graphs.checkpoint(pool))
 }
 
 /// Makes exactly the blocks of a checkpoint live.
 pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restoration, Error> {
-    usable_pool(&engine.open()?.graphs, pool)?;
+    refuse_released(&engine.open()?.graphs, pool)?;
     engine.free_deferred();
     poll_events(engine, pool, false)?;
     contexts::review_captures(engine);
     let ceasing = {
         let heap = engine.open()?;
-        usable_pool(&heap.graphs, pool)?;
+        refuse_released(&heap.graphs, pool)?;
         let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
         heap.graphs.uses_of(pool, &changes)
     };
@@ -70,7 +70,7 @@ pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restora
         }
     }
     let mut heap = engine.open()?;
-    usable_pool(&heap.graphs, pool)?;
+    refuse_released(&heap.graphs, pool)?;
     heap.graphs.ensure_present(pool)?;
     let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
     let now = heap.graphs.uses_of(pool, &changes);
@@ -89,7 +89,7 @@ pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restora
 /// What a pool holds.
 pub(crate) fn footprint(engine: &Engine, pool: u64) -> Result<Footprint, Error> {
     let heap = engine.open()?;
-    usable_pool(&heap.graphs, pool)?;
+    refuse_released(&heap.graphs, pool)?;
     Ok(heap.graphs.footprint(pool))
 }
 
@@ -262,8 +262,8 @@ fn plan_home(engine: &Engine, pool: u64, bytes: u64) -> Result<u64, Error> {
 /// Waits for the pending memory of pools, and releases all their memory. No graph holds a lease any more.
 pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
     let (pools, unreported) = engine.lock().graphs.end();
-    let unasked = !engine.lock().graphs.unasked.is_empty();
-    if unreported || unasked {
+    let unqueried = !engine.lock().graphs.unqueried.is_empty();
+    if unreported || unqueried {
         contexts::synchronise(engine, true)?;
         engine.lock().graphs.set_all_reported();
     }
@@ -276,7 +276,7 @@ pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
 }
 
 /// Releases the memory of released pools as soon as nothing can use it any more.
-pub(crate) fn tidy(engine: &Engine) {
+pub(crate) fn release_unused(engine: &Engine) {
     if !engine.lock().graphs.has_leaving() {
         return;
     }
@@ -313,7 +313,7 @@ pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
             let left = arena.at_home();
             for (home, bytes) in &homes {
                 if !left.contains_key(home) {
-                    heap.suspended.died(*home);
+                    heap.suspended.forget_segment(*home);
                     heap.recorder.record_memory(
                         Kind::Unmap,
                         (*home, *bytes),

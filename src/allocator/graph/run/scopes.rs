@@ -4,7 +4,7 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::contexts;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::run::pools;
-use crate::allocator::graph::run::usable_pool;
+use crate::allocator::graph::run::refuse_released;
 use crate::allocator::graph::scope::Kind;
 use crate::driver::{process, sys};
 use crate::error::{Error, GraphPoolError};
@@ -24,14 +24,14 @@ pub(crate) fn add_pool(engine: &Engine) -> Result<u64, Error> {
 pub(crate) fn enter(engine: &Engine, pool: u64, kind: Kind) -> Result<u64, Error> {
     let uncovered = {
         let mut heap = engine.open()?;
-        usable_pool(&heap.graphs, pool)?;
+        refuse_released(&heap.graphs, pool)?;
         heap.empty_large_caches();
         heap.streams.kept_uncovered()
     };
     // Once a stream captures, only an earlier marker shows when memory that was freed on it before is idle.
     engine.mark_all(uncovered);
     let mut heap = engine.open()?;
-    usable_pool(&heap.graphs, pool)?;
+    refuse_released(&heap.graphs, pool)?;
     let scope = heap.graphs.scopes.add(pool, kind);
     process::watch();
     engine.scopes.fetch_add(1, Ordering::Relaxed);
@@ -54,7 +54,7 @@ pub(crate) fn leave(engine: &Engine, scope: u64) -> Result<(), Error> {
     process::unwatch(1);
     // Includes blocks that were dropped in a capture and whose last use could not be determined then.
     engine.free_deferred();
-    pools::tidy(engine);
+    pools::release_unused(engine);
     Ok(())
 }
 
@@ -62,14 +62,14 @@ pub(crate) fn leave(engine: &Engine, scope: u64) -> Result<(), Error> {
 pub(crate) fn release_pool(engine: &Engine, pool: u64) -> Result<(), Error> {
     {
         let mut heap = engine.open()?;
-        usable_pool(&heap.graphs, pool)?;
+        refuse_released(&heap.graphs, pool)?;
         if let Some(pool) = heap.graphs.pools.get_mut(&pool) {
             pool.released = true;
         }
         heap.graphs.scopes.version += 1;
         heap.graphs.forget_released();
     }
-    pools::tidy(engine);
+    pools::release_unused(engine);
     Ok(())
 }
 
@@ -80,14 +80,14 @@ pub(crate) fn release_pool(engine: &Engine, pool: u64) -> Result<(), Error> {
 pub(crate) unsafe fn retain(engine: &Engine, pool: u64, graph: sys::CUgraph) -> Result<(), Error> {
     let leases = {
         let heap = engine.open()?;
-        usable_pool(&heap.graphs, pool)?;
+        refuse_released(&heap.graphs, pool)?;
         heap.graphs.leases_of(pool)?
     };
     // SAFETY: the caller's contract.
     let lease = unsafe { commit::retain(&engine.context, graph, &leases) };
     let lease = lease.map_err(|e| engine.error(e))?;
     let mut heap = engine.open()?;
-    usable_pool(&heap.graphs, pool)?;
+    refuse_released(&heap.graphs, pool)?;
     heap.graphs.add_lease(pool, Some(lease));
     heap.graphs.set_captured(pool, true);
     Ok(())

@@ -247,7 +247,7 @@ pub(crate) fn end_of(engine: &Engine, user: &User) -> Result<Pooled, Error> {
 
 /// Returns an event of the allocator's own context that completes after an event of another context. That context
 /// may be destroyed once its streams are retired.
-pub(crate) fn brought_home(
+pub(crate) fn event_in_own_context(
     engine: &Engine,
     event: &Pooled,
     context: &Context,

@@ -24,7 +24,7 @@ struct LastUses {
     captured: Few<Reached>,
     ends: Vec<(u64, Pooled)>,
     /// A user's stream may have been destroyed, so it was not queried.
-    unasked: bool,
+    unqueried: bool,
     /// Leases of graphs that may touch the block, one per capturing user; `None` where the driver does not report the
     /// end of the graph.
     in_graphs: Vec<Option<Lease>>,
@@ -93,8 +93,8 @@ pub(crate) fn free(
     for (stream, event) in uses.ends {
         pending.push(heap.graphs.add_event(stream, event));
     }
-    if uses.unasked {
-        pending.push(heap.graphs.add_unasked());
+    if uses.unqueried {
+        pending.push(heap.graphs.add_unqueried());
     }
     let Some(tag) = heap.graphs.tag(pool, uses.captured, pending) else {
         return Err(Error::Capturing { stream: 0 });
@@ -105,7 +105,7 @@ pub(crate) fn free(
     drop(heap);
     drop((freed, users));
     if has_leaving {
-        pools::tidy(engine);
+        pools::release_unused(engine);
     }
     engine.finish_free(rest);
     Ok(())
@@ -127,7 +127,7 @@ fn last_use(
         && streams::may_be_gone(engine, user)
         && !engine.lock().graphs.serves_capture_of(user, pool)
     {
-        uses.unasked = true;
+        uses.unqueried = true;
         // The stream is not queried, but the capture that it is known to be in may touch the block.
         if engine.lock().graphs.captures_on(user.raw) {
             uses.in_graphs.push(None);
@@ -140,14 +140,14 @@ fn last_use(
     };
     let Some(info) = info else {
         let event = streams::end_of(engine, user)?;
-        engine.open()?.graphs.notice(user, None);
+        engine.open()?.graphs.note_capture(user, None);
         uses.ends.push((user.key.number(), event));
         return Ok(());
     };
     let later = Error::Capturing { stream: user.raw };
     let lacks_lease = {
         let mut heap = engine.open()?;
-        if !heap.graphs.is_at_hand(user, info.id) {
+        if !heap.graphs.is_named_here(user, info.id) {
             if heap.graphs.lacks_lease(info.id, pool)
                 && let Some(pool) = heap.graphs.pools.get_mut(&pool)
             {
@@ -189,7 +189,7 @@ pub(crate) fn record(
     let user = named.user(captured.as_ref().map(|info| info.id));
     let known = {
         let mut heap = engine.open()?;
-        heap.graphs.notice(&user, user.since);
+        heap.graphs.note_capture(&user, user.since);
         let live = heap
             .graphs
             .live(start)
@@ -239,15 +239,15 @@ pub(crate) fn record(
 }
 
 /// Whether a stream has used memory of a pool, or is known to be in a capture that does.
-pub(crate) fn pools_know(engine: &Engine, named: &Named<'_>) -> bool {
-    engine.lock().graphs.knows(&named.user(None))
+pub(crate) fn pools_use_stream(engine: &Engine, named: &Named<'_>) -> bool {
+    engine.lock().graphs.uses_stream(&named.user(None))
 }
 
 /// Ends a stream's uses of pools: the stream receives no more work, and its handle is not used any more.
 pub(crate) fn leave(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
     let user = named.user(None);
-    if !pools_know(engine, named) {
-        engine.lock().graphs.departed(&user, None);
+    if !pools_use_stream(engine, named) {
+        engine.lock().graphs.note_retirement(&user, None);
         return Ok(());
     }
     if streams::capture_of(engine, &user)?.is_some() {
@@ -257,12 +257,12 @@ pub(crate) fn leave(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
     let elsewhere = event.context().filter(|c| c.id() != engine.context.id());
     let elsewhere = elsewhere.cloned();
     if let Some(context) = &elsewhere {
-        event = streams::brought_home(engine, &event, context)?;
+        event = streams::event_in_own_context(engine, &event, context)?;
     }
     let mut heap = engine.open()?;
     let end = heap.graphs.add_event(NO_STREAM, event);
     heap.graphs
-        .departed(&user, elsewhere.is_some().then_some(end));
+        .note_retirement(&user, elsewhere.is_some().then_some(end));
     let (mut gone, pools) = (Vec::new(), heap.graphs.pools.values_mut());
     for live in pools.flat_map(|pool| pool.arena.live.values_mut()) {
         let before = live.users.len();
