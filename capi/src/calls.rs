@@ -43,7 +43,7 @@ thread_local! {
     /// The number of calls that the thread has in progress with lent words. It has no destructor, so that destructors
     /// of other thread-local variables can make calls.
     static LENT: Cell<u32> = const { Cell::new(0) };
-    static LEAVING: Leaving = const { Leaving(Cell::new(false)) };
+    static LEAVING: ReleaseWord = const { ReleaseWord(Cell::new(false)) };
 }
 
 /// Returns the thread's own word while it has one.
@@ -58,9 +58,9 @@ fn set_own(word: Option<&'static Word>) {
 }
 
 /// Gives the thread's word back when the thread ends.
-struct Leaving(Cell<bool>);
+struct ReleaseWord(Cell<bool>);
 
-impl Drop for Leaving {
+impl Drop for ReleaseWord {
     fn drop(&mut self) {
         // A busy word belongs to a call that never returns, so it is not reused.
         let word = own();

@@ -18,7 +18,7 @@ const MARK: u64 = 0xca12_0000_0000_0000;
 const SHIFT: u32 = 4;
 
 /// A pool. It keeps its allocator alive, and is removed with the allocator's handle at the latest.
-struct Kept {
+struct PoolEntry {
     /// The allocator's handle.
     allocator: u64,
     pool: Arc<GraphPool>,
@@ -50,7 +50,7 @@ impl Drop for Opened {
 
 #[derive(Default)]
 struct Known {
-    by_handle: BTreeMap<u64, Kept>,
+    by_handle: BTreeMap<u64, PoolEntry>,
     pools: u64,
     scopes: u64,
 }
@@ -92,7 +92,7 @@ pub(crate) fn add(
     let mut known = known()?;
     known.pools += 1;
     let handle = MARK | known.pools << SHIFT;
-    let kept = Kept {
+    let kept = PoolEntry {
         allocator: allocator as u64,
         pool: Arc::new(pool),
         open: BTreeMap::new(),
@@ -273,9 +273,9 @@ impl Drop for Predicate {
 
 /// Removes the pools of a destroyed allocator. No call is in progress with it.
 pub(crate) fn end_of(allocator: u64) {
-    let ended: Vec<Kept> = match known() {
+    let ended: Vec<PoolEntry> = match known() {
         Ok(mut known) => {
-            let of_it = |kept: &Kept| kept.allocator == allocator;
+            let of_it = |kept: &PoolEntry| kept.allocator == allocator;
             let all = known.by_handle.iter().filter(|(_, kept)| of_it(kept));
             let ended: Vec<u64> = all.map(|(handle, _)| *handle).collect();
             ended

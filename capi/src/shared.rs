@@ -36,17 +36,17 @@ fn settings() -> Result<Locked<'static, Settings>, Failure> {
 }
 
 /// An allocator that is being created with the settings.
-struct Making(Options);
+struct SettingsInUse(Options);
 
-impl Making {
-    fn begin() -> Result<Making, Failure> {
+impl SettingsInUse {
+    fn begin() -> Result<SettingsInUse, Failure> {
         let mut settings = settings()?;
         settings.making += 1;
-        Ok(Making(settings.options.clone().unwrap_or_default()))
+        Ok(SettingsInUse(settings.options.clone().unwrap_or_default()))
     }
 }
 
-impl Drop for Making {
+impl Drop for SettingsInUse {
     fn drop(&mut self) {
         SETTINGS.lock().making -= 1;
     }
@@ -75,7 +75,7 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
     if !known.is_null() {
         return Ok(known);
     }
-    let making = Making::begin()?;
+    let making = SettingsInUse::begin()?;
     let options = &making.0;
     let context = device::primary(&options.source.driver()?, device)?;
     let Some(place) = usize::try_from(device)

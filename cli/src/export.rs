@@ -9,7 +9,7 @@ use flate2::bufread::GzEncoder;
 use serde_json::json;
 use std::io::Read;
 
-struct Made {
+struct Exported {
     bytes: Vec<u8>,
     sums_at: Option<Moment>,
     empty: Option<String>,
@@ -47,7 +47,7 @@ pub fn run(options: &ExportOptions, output: &mut Output) -> Outcome {
     Ok(true)
 }
 
-fn export(options: &ExportOptions, output: &Output) -> Result<Made, Failure> {
+fn export(options: &ExportOptions, output: &Output) -> Result<Exported, Failure> {
     if options.to != FormatChoice::Csv {
         let recording = input::recording(&options.file, &options.input, output)?;
         return Ok(made(options.to, &recording));
@@ -56,7 +56,7 @@ fn export(options: &ExportOptions, output: &Output) -> Result<Made, Failure> {
     let mut bytes = Vec::new();
     input.trace.write(&mut bytes)?;
     let empty = input.trace.rows().is_empty();
-    Ok(Made {
+    Ok(Exported {
         bytes,
         sums_at: None,
         empty: empty.then(|| "the file has no allocation".to_owned()),
@@ -64,7 +64,7 @@ fn export(options: &ExportOptions, output: &Output) -> Result<Made, Failure> {
     })
 }
 
-fn made(format: FormatChoice, recording: &Recording) -> Made {
+fn made(format: FormatChoice, recording: &Recording) -> Exported {
     // Groups by stack if the recording has stacks, else by context.
     let profile = match recording.sampling() {
         0 => Profile::of(recording),
@@ -78,7 +78,7 @@ fn made(format: FormatChoice, recording: &Recording) -> Made {
         FormatChoice::Csv => Vec::new(),
     };
     let is_profile = matches!(format, FormatChoice::Pprof | FormatChoice::Collapsed);
-    Made {
+    Exported {
         bytes,
         sums_at: profile.moment().filter(|_| is_profile),
         empty: empty_reason(&profile, is_profile, recording.sampling()),

@@ -76,7 +76,7 @@ impl Machine {
     }
 
     /// Creates a context on the device; a simulated device starts fresh, and completes work `lag` rows later.
-    pub fn context(&self, lag: u64) -> Result<Ground, MachineError> {
+    pub fn context(&self, lag: u64) -> Result<ReplayContext, MachineError> {
         let (context, simulator) = match self {
             Machine::Cuda(device) => (Context::primary(device), None),
             Machine::Simulated { memory } => {
@@ -88,7 +88,7 @@ impl Machine {
                 (driver.context(0), Some(simulator))
             }
         };
-        Ok(Ground {
+        Ok(ReplayContext {
             context: context.map_err(MachineError::Driver)?,
             _simulator: simulator,
         })
@@ -105,13 +105,13 @@ impl Machine {
 }
 
 /// A context, and the simulator behind it if there is one.
-pub struct Ground {
+pub struct ReplayContext {
     // Declared first, because it calls the simulator and must be dropped before it.
     context: Context,
     _simulator: Option<Simulator>,
 }
 
-impl Ground {
+impl ReplayContext {
     pub fn context(&self) -> &Context {
         &self.context
     }

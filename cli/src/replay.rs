@@ -105,7 +105,7 @@ fn replay(
     settings: &Settings,
     output: &Output,
 ) -> Result<ReplayReport, Failure> {
-    let ground = machine.context(options.traces.table.lag)?;
+    let device = machine.context(options.traces.table.lag)?;
     let limit = settings.limit_for(options.limit.limit, trace, machine.memory()?);
     let rows = trace.rows().len() as u64 * u64::from(options.repeat);
     let bar = output.progress(rows, trace.name());
@@ -116,7 +116,7 @@ fn replay(
         .parts(usize::from(options.parts.unwrap_or(1)))
         .check_every(options.check_every.map(|rows| rows as usize))
         .on_progress(|done| bar.set_position(done))
-        .run(ground.context());
+        .run(device.context());
     bar.finish_and_clear();
     Ok(report.map_err(|error| FileError::cannot_replay(path, error))?)
 }

@@ -13,8 +13,8 @@ use super::table::{Driver, call, thin};
 use std::ptr;
 
 impl Driver {
-    /// Whether a capture was begun through this crate into a graph with existing nodes, concurrently with which its own
-    /// may run.
+    /// Whether a capture was begun through this crate into a graph with existing nodes; its own nodes may run
+    /// concurrently with those.
     pub(crate) fn is_joined(&self, capture: u64) -> bool {
         self.found().is_joined(capture)
     }

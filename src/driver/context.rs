@@ -125,7 +125,7 @@ impl Context {
             let code = CUresult::CUDA_ERROR_INVALID_CONTEXT;
             return Err(DriverError::new("cuCtxSetCurrent", code));
         }
-        let switched = Switched::to(driver, raw)?;
+        let switched = CurrentGuard::to(driver, raw)?;
         let device = current_device(driver)?;
         drop(switched);
         let id = id_of(driver, raw)?;
@@ -256,9 +256,9 @@ impl Context {
     }
 
     /// Makes this context current without changing the capture mode: for cheap queries.
-    pub(super) fn switch(&self) -> Result<Switched<'_>, DriverError> {
+    pub(super) fn switch(&self) -> Result<CurrentGuard<'_>, DriverError> {
         self.0.is_itself()?;
-        Switched::to(self.driver(), self.raw())
+        CurrentGuard::to(self.driver(), self.raw())
     }
 
     /// For destructors: destroys a handle with this context current, and logs a failure. Does nothing where destructors
@@ -321,7 +321,7 @@ impl Inner {
             return Ok(());
         }
         self.is_itself()?;
-        let _switched = Switched::to(driver, self.raw)?;
+        let _switched = CurrentGuard::to(driver, self.raw)?;
         let mut mode = relax(driver)?;
         self.deferred.destroy(driver, true);
         exchange_mode(driver, &mut mode)
@@ -419,16 +419,16 @@ impl Driver {
 }
 
 /// A context made current on this thread; dropping it restores the previous one.
-pub(super) struct Switched<'a> {
+pub(super) struct CurrentGuard<'a> {
     driver: &'a Driver,
     previous: sys::CUcontext,
     /// The current context belongs to the thread.
     _thread: PhantomData<*mut ()>,
 }
 
-impl<'a> Switched<'a> {
-    fn to(driver: &'a Driver, wanted: sys::CUcontext) -> Result<Switched<'a>, DriverError> {
-        let switched = Switched {
+impl<'a> CurrentGuard<'a> {
+    fn to(driver: &'a Driver, wanted: sys::CUcontext) -> Result<CurrentGuard<'a>, DriverError> {
+        let switched = CurrentGuard {
             driver,
             previous: driver.current_raw()?,
             _thread: PhantomData,
@@ -442,7 +442,7 @@ impl<'a> Switched<'a> {
     }
 }
 
-impl Drop for Switched<'_> {
+impl Drop for CurrentGuard<'_> {
     fn drop(&mut self) {
         // Also after a fatal error the thread gets its previous context back.
         if process::is_gone() {
@@ -465,7 +465,7 @@ impl Drop for Switched<'_> {
 /// A context that is current on this thread, whatever the thread's stream capture mode.
 pub(crate) struct Current<'a> {
     driver: &'a Driver,
-    _switched: Option<Switched<'a>>,
+    _switched: Option<CurrentGuard<'a>>,
 }
 
 impl<'a> Current<'a> {
@@ -487,7 +487,7 @@ pub struct Entered<'a> {
     context: &'a Context,
     mode: CUstreamCaptureMode,
     /// Dropped after the capture mode is restored.
-    _switched: Switched<'a>,
+    _switched: CurrentGuard<'a>,
 }
 
 impl<'a> Entered<'a> {

@@ -165,7 +165,7 @@ names! {
 /// A library that could not be opened; its source chain ends with the loader's own message.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot open `{name}`")]
-pub(super) struct Unopened {
+pub(super) struct OpenFailure {
     pub(super) name: String,
     pub(super) source: libloading::Error,
 }

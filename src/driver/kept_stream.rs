@@ -85,7 +85,7 @@ impl Loan {
         loan
     }
 
-    fn begin(&self) -> Option<UnderWay<'_>> {
+    fn begin(&self) -> Option<UseInProgress<'_>> {
         if process::is_forked_child() {
             return None;
         }
@@ -94,7 +94,7 @@ impl Loan {
             return None;
         }
         uses.under_way += 1;
-        Some(UnderWay(self))
+        Some(UseInProgress(self))
     }
 }
 
@@ -113,9 +113,9 @@ impl Drop for Loan {
 }
 
 /// A use of a stream, in effect until dropped.
-struct UnderWay<'a>(&'a Loan);
+struct UseInProgress<'a>(&'a Loan);
 
-impl Drop for UnderWay<'_> {
+impl Drop for UseInProgress<'_> {
     fn drop(&mut self) {
         let mut uses = self.0.uses.lock();
         uses.under_way -= 1;

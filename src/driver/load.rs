@@ -1,6 +1,6 @@
 //! Finds and opens the driver's shared library.
 
-use super::error::{DriverError, LoadError, Unopened};
+use super::error::{DriverError, LoadError, OpenFailure};
 use super::process;
 use super::symbols;
 use super::sys::{self, CUresult};
@@ -122,7 +122,7 @@ fn open_one(name: &OsStr, open: Open) -> Result<Opened, LoadError> {
         Ok(library) => library,
         Err(source) => {
             let name = text.clone();
-            let tried = vec![(text, Unopened { name, source }.into())];
+            let tried = vec![(text, OpenFailure { name, source }.into())];
             return Err(LoadError::NotFound { tried });
         }
     };

@@ -83,7 +83,7 @@ struct Inner {
     library: Option<String>,
     /// The resource behind the functions, kept while they may be called.
     #[cfg_attr(not(feature = "sim"), expect(dead_code))]
-    ground: Ground,
+    ground: KeptSlot,
     counters: Counters,
     state: State,
 }
@@ -104,14 +104,14 @@ struct State {
 }
 
 /// A resource that must not be reused while a driver lives: the slot of its simulator.
-type Ground = Option<Arc<dyn Any + Send + Sync>>;
+type KeptSlot = Option<Arc<dyn Any + Send + Sync>>;
 
 pub(super) struct Origin {
     /// None for functions of this process.
     pub(super) library: Option<String>,
     /// Whether this is the driver that [`Driver::load`] returns.
     pub(super) process_wide: bool,
-    pub(super) ground: Ground,
+    pub(super) ground: KeptSlot,
 }
 
 impl Driver {

@@ -1,6 +1,6 @@
 //! Events of allocators: records of 32 bytes in rings, one ring for each writer.
 //!
-//! Each writer holds a [`Tap`] under a lock of its own, and so is the only writer of that tap's [`Ring`]. Readers merge
+//! Each writer holds a [`WriterRing`] under a lock of its own, and so is the only writer of that tap's [`Ring`]. Readers merge
 //! the rings by time. A full ring overwrites its oldest records, and readers count the lost ones. Nothing here runs
 //! without a recording: callers check the process state first.
 
@@ -16,4 +16,4 @@ pub(crate) mod sink;
 pub(crate) mod stack;
 
 pub(crate) use record::{Event, Kind};
-pub(crate) use session::Tap;
+pub(crate) use session::WriterRing;

@@ -73,7 +73,7 @@ pub(crate) struct Event {
     pub allocator: u64,
 }
 
-/// Four words: the time in ticks; the address, with the kind in its low bits; the bytes; and [`Whose`] with the
+/// Four words: the time in ticks; the address, with the kind in its low bits; the bytes; and [`StreamLap`] with the
 /// context.
 pub(crate) type Record = [u64; 4];
 
@@ -107,17 +107,17 @@ pub(crate) fn or_none(context: u32) -> u32 {
 
 /// The part that all records of one stream in one lap of a ring have in common: the last word without the context.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Whose(u64);
+pub(crate) struct StreamLap(u64);
 
-impl Whose {
-    pub(crate) const NONE: Whose = Whose(0);
+impl StreamLap {
+    pub(crate) const NONE: StreamLap = StreamLap(0);
 
     /// Creates it for a stream; one whose slot does not fit is [`UNNUMBERED`].
     #[inline(always)]
-    pub(crate) fn new(stream: u32, allocator: u64) -> Whose {
+    pub(crate) fn new(stream: u32, allocator: u64) -> StreamLap {
         let stream = u64::from(stream.min(SHORT));
         let allocator = allocator & u64::from(SHORT);
-        Whose(stream << STREAM | allocator << ALLOCATOR)
+        StreamLap(stream << STREAM | allocator << ALLOCATOR)
     }
 
     /// Whether the stream is identified by a recorded handle.
@@ -126,8 +126,8 @@ impl Whose {
         (self.0 >> STREAM) as u16 == UNNUMBERED
     }
 
-    pub(crate) fn in_lap(self, lap: u16) -> Whose {
-        Whose(in_lap(self.0, lap))
+    pub(crate) fn in_lap(self, lap: u16) -> StreamLap {
+        StreamLap(in_lap(self.0, lap))
     }
 
     pub(crate) fn lap(self) -> u16 {
@@ -156,7 +156,7 @@ impl Event {
     /// Converts the event to a record; a stream whose slot does not fit is [`UNNUMBERED`].
     #[inline(always)]
     pub(crate) fn at_time(&self, ticks: u64, context: u32) -> Record {
-        let whose = Whose::new(self.stream, self.allocator);
+        let whose = StreamLap::new(self.stream, self.allocator);
         let at = self.at & !KIND_MASK;
         whose.record((self.kind, at, self.bytes), (ticks, or_none(context)))
     }
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_lap_spoils_nothing_else() {
-        let whose = Whose::new(7, 3).in_lap(9).in_lap(u16::MAX);
+        let whose = StreamLap::new(7, 3).in_lap(9).in_lap(u16::MAX);
         let record = whose.record((Kind::Use, 512, 1), (5, 42));
         assert_eq!(lap_of(record[3]), u16::MAX);
         assert_eq!(lap_of(with_lap(record, 8)[3]), 8);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 use std::thread::Thread;
 
 use crate::event::mapped::Mapped;
-use crate::event::record::{self, Record, Whose, with_lap};
+use crate::event::record::{self, Record, StreamLap, with_lap};
 
 /// The words before the records of a ring, alone on their cache line. The first is the *head*: the number of the first
 /// record of the half being written.
@@ -180,7 +180,7 @@ pub(crate) struct Writer {
     /// The end of the half being written.
     end: *const Slot,
     /// Set if all events are of one stream, and in the lap of the half.
-    whose: Whose,
+    whose: StreamLap,
     ring: Option<Arc<Ring>>,
 }
 
@@ -194,13 +194,13 @@ impl Writer {
         Writer {
             at: AtomicPtr::new(std::ptr::null_mut()),
             end: std::ptr::null(),
-            whose: Whose::NONE,
+            whose: StreamLap::NONE,
             ring: None,
         }
     }
 
     /// Creates the writer of an unused ring, if there is one, for events of one stream.
-    pub(crate) fn new(ring: Option<Arc<Ring>>, whose: Whose) -> Writer {
+    pub(crate) fn new(ring: Option<Arc<Ring>>, whose: StreamLap) -> Writer {
         let mut writer = Writer {
             whose,
             ring,
@@ -211,11 +211,11 @@ impl Writer {
     }
 
     #[inline(always)]
-    pub(crate) fn whose(&self) -> Whose {
+    pub(crate) fn whose(&self) -> StreamLap {
         self.whose
     }
 
-    pub(crate) fn set_whose(&mut self, whose: Whose) {
+    pub(crate) fn set_whose(&mut self, whose: StreamLap) {
         self.whose = whose.in_lap(self.whose.lap());
     }
 
@@ -284,7 +284,7 @@ mod tests {
 
     fn pair(capacity: usize) -> (Arc<Ring>, Writer) {
         let ring = Arc::new(Ring::new(capacity, None));
-        let writer = Writer::new(Some(Arc::clone(&ring)), Whose::NONE);
+        let writer = Writer::new(Some(Arc::clone(&ring)), StreamLap::NONE);
         (ring, writer)
     }
 
@@ -326,7 +326,7 @@ mod tests {
     #[test]
     fn the_reader_is_woken_when_a_half_is_full() {
         let ring = Arc::new(Ring::new(8, Some(std::thread::current())));
-        let mut writer = Writer::new(Some(Arc::clone(&ring)), Whose::NONE);
+        let mut writer = Writer::new(Some(Arc::clone(&ring)), StreamLap::NONE);
         let is_woken = |within| {
             let start = std::time::Instant::now();
             std::thread::park_timeout(within);
@@ -345,7 +345,7 @@ mod tests {
     fn another_stream_continues_in_the_same_lap() {
         let (ring, mut writer) = pair(8);
         write(&mut writer, 0..10);
-        writer.set_whose(Whose::new(1, 2));
+        writer.set_whose(StreamLap::new(1, 2));
         let record = writer
             .whose()
             .record((crate::event::Kind::Free, 512, 3), (10, 4));

@@ -118,7 +118,7 @@ pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> (Event, Option<u64>)
     if !due.unwrap_or(false) {
         return;
     }
-    let _busy = Busy;
+    let _busy = SamplingGuard;
     let source = SOURCE.read().clone();
     let context = source.map_or(0, |source| source());
     let context = match context {
@@ -134,9 +134,9 @@ pub(crate) fn allocated(bytes: u64, event: impl FnOnce() -> (Event, Option<u64>)
 }
 
 /// Marks the thread as taking a sample while it lives, even if a source of contexts panics.
-struct Busy;
+struct SamplingGuard;
 
-impl Drop for Busy {
+impl Drop for SamplingGuard {
     fn drop(&mut self) {
         let _ = COUNTDOWN.try_with(|cell| {
             cell.set(Countdown {

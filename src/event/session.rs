@@ -8,7 +8,7 @@ use crate::event::clock;
 use crate::event::file::Start;
 use crate::event::mapped::Mapped;
 use crate::event::names;
-use crate::event::record::{self, Event, Kind, Record, Whose};
+use crate::event::record::{self, Event, Kind, Record, StreamLap};
 use crate::event::ring::{Place, Ring, Writer};
 use crate::locks::held::{Locked, Mutex};
 
@@ -206,14 +206,14 @@ pub(crate) fn names_changed() {
 const MOST_RARE: usize = 1 << 12;
 
 /// The tap for writers without one of their own.
-static SHARED: Mutex<Tap> = Mutex::new(Tap::none());
+static SHARED: Mutex<WriterRing> = Mutex::new(WriterRing::none());
 /// The tap for rare events that explain others: allocators, streams, and driver memory. Frequent large blocks must not
 /// overwrite these.
-static RARE: Mutex<Tap> = Mutex::new(Tap::none());
+static RARE: Mutex<WriterRing> = Mutex::new(WriterRing::none());
 
 pub(crate) fn clear() {
     for tap in [&SHARED, &RARE] {
-        *tap.lock() = Tap::none();
+        *tap.lock() = WriterRing::none();
     }
 }
 
@@ -274,7 +274,7 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     }
     let ring = session.and_then(|session| session.ring_for(apart.len() + held.len()));
     if ring.is_some() {
-        let mut writer = Writer::new(ring, Whose::NONE);
+        let mut writer = Writer::new(ring, StreamLap::NONE);
         for event in apart.iter().chain(held) {
             writer.push(event.at_time(ticks, 0));
         }
@@ -286,22 +286,22 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
 
 /// The place where one writer writes: its own ring in the current recording. Protected by the writer's lock.
 #[derive(Debug)]
-pub(crate) struct Tap {
+pub(crate) struct WriterRing {
     number: u64,
     /// The handle of the writer's own stream, if that has no number in records.
     handle: u64,
     writer: Writer,
 }
 
-impl Default for Tap {
-    fn default() -> Tap {
-        Tap::none()
+impl Default for WriterRing {
+    fn default() -> WriterRing {
+        WriterRing::none()
     }
 }
 
-impl Tap {
-    const fn none() -> Tap {
-        Tap {
+impl WriterRing {
+    const fn none() -> WriterRing {
+        WriterRing {
             number: 0,
             handle: 0,
             writer: Writer::none(),
@@ -311,7 +311,7 @@ impl Tap {
     /// Restricts the writer to events of one stream, given by slot and handle. A stream without a number in records
     /// gets no ring: its events go to the shared tap, each preceded by the handle.
     pub(crate) fn set_whose(&mut self, (stream, handle): (u32, u64), allocator: u64) {
-        let whose = Whose::new(stream, allocator);
+        let whose = StreamLap::new(stream, allocator);
         let rings = [whose, self.writer.whose()].map(|whose| !whose.is_unnumbered());
         // A thread that waited for the stream may have been missed when its recording ended.
         if self.number != NUMBER.load(Ordering::Relaxed) || rings != [true; 2] {
@@ -323,7 +323,7 @@ impl Tap {
 
     /// Releases the ring of an ended recording. The writer's stream stays.
     pub(crate) fn clear(&mut self) {
-        *self = Tap {
+        *self = WriterRing {
             number: 0,
             handle: self.handle,
             writer: Writer::new(None, self.writer.whose()),
@@ -418,9 +418,9 @@ mod tests {
 
     #[test]
     fn a_reused_stream_has_no_ring_of_an_ended_recording() {
-        let whose = Whose::new(1, 2);
+        let whose = StreamLap::new(1, 2);
         let ring = Some(Arc::new(Ring::new(8, None)));
-        let mut tap = Tap {
+        let mut tap = WriterRing {
             number: u64::MAX,
             handle: 0,
             writer: Writer::new(ring, whose),
@@ -428,7 +428,7 @@ mod tests {
         assert!(tap.place().is_some());
         tap.set_whose((3, 0), 4);
         assert!(tap.place().is_none());
-        let own = |tap: &Tap| {
+        let own = |tap: &WriterRing| {
             let whose = tap.writer.whose();
             record::parts(&whose.record((Kind::Free, 512, 1), (0, 5)))
         };

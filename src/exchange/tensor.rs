@@ -85,7 +85,7 @@ elements!(i8: I8, i16: I16, i32: I32, i64: I64, u8: U8, u16: U16, u32: U32, u64:
 pub struct Tensor {
     pub(super) shared: Arc<Shared>,
     /// The returned memory of our own, if the tensor was imported from our own export.
-    returned: Option<Returned>,
+    returned: Option<ReturnStream>,
     /// The address of the first element, for kernels.
     ptr: sys::CUdeviceptr,
     dtype: DType,
@@ -93,7 +93,7 @@ pub struct Tensor {
     read_only: bool,
 }
 
-struct Returned {
+struct ReturnStream {
     shared: Arc<Shared>,
     stream: KeptStream,
     /// For the per-thread default stream, that of the importing thread.
@@ -259,7 +259,7 @@ impl Tensor {
         };
         let (shared, returned) = match returned {
             Some(shared) => {
-                let returned = Returned {
+                let returned = ReturnStream {
                     shared: Arc::clone(&shared),
                     stream: KeptStream::new(on),
                     stream_id,
@@ -484,7 +484,7 @@ impl Tensor {
     }
 }
 
-impl Returned {
+impl ReturnStream {
     /// Whether the home's handle is valid on the calling thread.
     fn is_at_home(&self) -> bool {
         let stream = self.stream.stream();
@@ -492,7 +492,7 @@ impl Returned {
     }
 }
 
-impl Drop for Returned {
+impl Drop for ReturnStream {
     fn drop(&mut self) {
         // The stream is recorded with the owner again, as at the import: the stream may have been retired since,
         // and this counts for work submitted to it later.

@@ -131,7 +131,7 @@ impl Fragmentation {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct PoolReport {
-    /// The bytes held, and the blocks allocated and freed.
+    /// Bytes held from the driver, and blocks allocated and freed.
     pub usage: Usage,
     /// Live blocks by requested size.
     pub sizes: SizeHistogram,

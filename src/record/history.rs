@@ -19,7 +19,7 @@ fn bytes(bytes: u128) -> Bytes {
 }
 
 impl Snapshot {
-    /// Returns the number of devices that the snapshot has a trace or blocks of; the traces of some may be empty.
+    /// Returns the number of devices for which the snapshot has a trace or blocks; some traces may be empty.
     pub fn devices(&self) -> usize {
         let used = |segment: &&Segment| segment.blocks.iter().any(|b| b.state != State::Free);
         let devices = self

@@ -85,7 +85,7 @@ impl Meter {
         state.usage.failures += 1;
     }
 
-    /// Moves the bytes of a block that was live when the budget was made into a charge of its own.
+    /// Turns the bytes of a block that was live when the budget was created into a separate charge.
     pub(crate) fn charge_from_base(self: &Arc<Self>, bytes: u64) -> Option<Charge> {
         let mut state = self.lock();
         let bytes = bytes.min(state.base);

@@ -87,12 +87,12 @@ pub(super) fn set(slot: usize, change: impl FnOnce(&mut Hooks)) {
 }
 
 /// A call between its hooks.
-pub(super) struct Between {
+pub(super) struct HookedCall {
     hooks: Hooks,
     moment: Moment,
 }
 
-impl Between {
+impl HookedCall {
     fn run(hook: Option<&Hook>, moment: &Moment) {
         if let Some(hook) = hook {
             let _restore = Restore(&INSIDE, INSIDE.replace(true));
@@ -103,18 +103,18 @@ impl Between {
     /// Ends the call.
     pub(super) fn end(mut self, result: CUresult) {
         self.moment.result = Some(result);
-        Between::run(self.hooks.after.as_ref(), &self.moment);
+        HookedCall::run(self.hooks.after.as_ref(), &self.moment);
     }
 }
 
 /// Begins a call; `None` where no hook is set, or the call is a hook's own.
-pub(super) fn begin(slot: usize, call: &'static str) -> Option<Between> {
+pub(super) fn begin(slot: usize, call: &'static str) -> Option<HookedCall> {
     let place = &PLACES[slot];
     if !place.any.load(Ordering::Acquire) || INSIDE.get() {
         return None;
     }
     let hooks = place.hooks.read().unwrap_or_else(PoisonError::into_inner);
-    let between = Between {
+    let between = HookedCall {
         hooks: hooks.clone(),
         moment: Moment {
             call,
@@ -124,6 +124,6 @@ pub(super) fn begin(slot: usize, call: &'static str) -> Option<Between> {
         },
     };
     drop(hooks);
-    Between::run(between.hooks.before.as_ref(), &between.moment);
+    HookedCall::run(between.hooks.before.as_ref(), &between.moment);
     Some(between)
 }

@@ -89,7 +89,7 @@ struct Inner {
 }
 
 /// The part of a simulator that its drivers keep: the place, which is not reused while they exist, and a reference.
-struct Ground {
+struct SlotReference {
     _place: Arc<Place>,
     simulator: Weak<Inner>,
 }
@@ -163,7 +163,7 @@ impl Simulator {
     /// # Errors
     /// As [`Driver::from_functions`]: a required function is missing, `cuInit` fails.
     pub fn driver(&self) -> Result<Driver, LoadError> {
-        let ground = Ground {
+        let ground = SlotReference {
             _place: self.0.place.clone(),
             simulator: Arc::downgrade(&self.0),
         };
@@ -182,7 +182,7 @@ impl Simulator {
 
     /// Returns the simulator of a driver, while it lives.
     pub(crate) fn of(driver: &Driver) -> Option<Simulator> {
-        let ground = driver.ground()?.downcast_ref::<Ground>()?;
+        let ground = driver.ground()?.downcast_ref::<SlotReference>()?;
         ground.simulator.upgrade().map(Simulator)
     }
 

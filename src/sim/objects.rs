@@ -17,11 +17,11 @@ pub(super) struct Callback {
     pub(super) late: bool,
 }
 
-type Late = Box<dyn FnOnce() + Send>;
+type LateCall = Box<dyn FnOnce() + Send>;
 
 /// Runs a function on another thread, after all functions that were passed before, as the driver's own thread does.
 fn run_late(run: impl FnOnce() + Send + 'static) {
-    static WAITING: Mutex<VecDeque<Late>> = Mutex::new(VecDeque::new());
+    static WAITING: Mutex<VecDeque<LateCall>> = Mutex::new(VecDeque::new());
     static TURN: Mutex<()> = Mutex::new(());
     let waiting = || WAITING.lock().unwrap_or_else(PoisonError::into_inner);
     waiting().push_back(Box::new(run));

@@ -1,7 +1,7 @@
 //! The smallest limit that a trace runs under.
 
 use super::replay::{Pass, Replay, ReplayReport};
-use super::stage::Stage;
+use super::stage::ReplayDevice;
 use crate::allocator::Policy;
 use crate::driver::Context;
 use crate::error::Error;
@@ -48,7 +48,7 @@ impl Replay<'_> {
         self.repeat = Capacity::REPLAYS;
         let progress = std::mem::replace(&mut self.progress, Box::new(|_| {}));
         let mut prober = Prober {
-            stage: Stage::of(on)?,
+            stage: ReplayDevice::of(on)?,
             replay: self,
             progress,
             known: HashMap::new(),
@@ -84,7 +84,7 @@ impl Replay<'_> {
 }
 
 struct Prober<'a> {
-    stage: Stage,
+    stage: ReplayDevice,
     replay: Replay<'a>,
     progress: Box<dyn FnMut(u64) + 'a>,
     /// Limits tried, and the last pass under those that sufficed.

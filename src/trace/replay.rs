@@ -5,7 +5,7 @@
 //! waits for the device.
 
 use super::format::{Op, Trace};
-use super::stage::Stage;
+use super::stage::ReplayDevice;
 use super::work::{Kernels, Nothing, Use, Work};
 use crate::allocator::{Allocator, Block, Config, Fragmentation, Policy, Stats};
 use crate::driver::{CallCounts, Context, Stream};
@@ -148,10 +148,10 @@ impl<'a> Replay<'a> {
     /// # Errors
     /// Streams, kernels or the allocator cannot be created, or the device fails outside the rows.
     pub fn run(mut self, on: &Context) -> Result<ReplayReport, Error> {
-        self.run_on(&Stage::of(on)?)
+        self.run_on(&ReplayDevice::of(on)?)
     }
 
-    pub(super) fn run_on(&mut self, stage: &Stage) -> Result<ReplayReport, Error> {
+    pub(super) fn run_on(&mut self, stage: &ReplayDevice) -> Result<ReplayReport, Error> {
         // A program that allocates device memory has its context current, and so has this one. It is made current
         // through the replayer's own driver, so that the allocator is not charged for a switch.
         let entered = stage.own().enter()?;
@@ -305,7 +305,7 @@ struct Run<'a, 'b> {
     at_peak: Option<Fragmentation>,
     slots: Vec<Option<Block>>,
     streams: Vec<Stream>,
-    stage: &'a Stage,
+    stage: &'a ReplayDevice,
     allocator: &'a Allocator,
     options: &'a mut Replay<'b>,
     rows_done: u64,

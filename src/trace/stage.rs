@@ -6,16 +6,16 @@ use crate::error::Error;
 use crate::sim::Simulator;
 
 /// A context, and the same through a separate driver of the replayer, whose calls are not counted as the allocator's.
-pub(super) struct Stage {
+pub(super) struct ReplayDevice {
     allocator: Context,
     own: Context,
     #[cfg(feature = "sim")]
     simulator: Option<Simulator>,
 }
 
-impl Stage {
+impl ReplayDevice {
     /// From here on the calls of an allocator on a GPU are timed.
-    pub(super) fn of(context: &Context) -> Result<Stage, Error> {
+    pub(super) fn of(context: &Context) -> Result<ReplayDevice, Error> {
         let driver = context.driver();
         #[cfg(feature = "sim")]
         let simulator = Simulator::of(driver);
@@ -32,7 +32,7 @@ impl Stage {
                 unsafe { Driver::from_functions(*driver.functions()) }?
             }
         };
-        Ok(Stage {
+        Ok(ReplayDevice {
             allocator: context.clone(),
             // SAFETY: the context is kept beside it, and both drivers have the same functions.
             own: unsafe { Context::from_raw_with_owner(&own, context.raw(), context.clone()) }?,

@@ -2,7 +2,7 @@
 //! freed, or a fill and a check of each block's words.
 
 use super::format::Trace;
-use super::stage::Stage;
+use super::stage::ReplayDevice;
 use crate::driver::{DriverError, Entered, Function, Stream, WORD_KERNELS, sys};
 use std::ffi::c_void;
 
@@ -55,7 +55,7 @@ impl Work for Nothing {}
 
 /// Kernels on the blocks' own streams.
 pub(super) struct Kernels<'a> {
-    stage: &'a Stage,
+    stage: &'a ReplayDevice,
     entered: &'a Entered<'a>,
     fill: Function,
     check: Function,
@@ -71,7 +71,7 @@ pub(super) struct Kernels<'a> {
 impl<'a> Kernels<'a> {
     /// Loads the kernels, and with `verify` allocates and clears the counter.
     pub(super) fn new(
-        stage: &'a Stage,
+        stage: &'a ReplayDevice,
         entered: &'a Entered<'a>,
         trace: &Trace,
         verify: bool,
@@ -208,7 +208,7 @@ impl Work for Kernels<'_> {
     fn releasing(&mut self, block: Use<'_>) -> Result<(), DriverError> {
         let (mut words, mut seed) = self.words_of(block);
         let Some(mut mismatches) = self.mismatches.filter(|_| words > 0) else {
-            // Without a check the device still uses the block until it completes this.
+            // Without a check, this work is the block's last use.
             return self.spin(0, block.stream);
         };
         if self.delays && self.random().is_multiple_of(DELAY_ONE_IN) {

@@ -2,7 +2,7 @@
 
 mod trial;
 
-use crate::machine::{Ground, Machine};
+use crate::machine::{Machine, ReplayContext};
 use crate::options::{AdviseOptions, DeviceChoice, GlobalOptions};
 use crate::output::{self, Output, SCHEMA};
 use crate::replay;
@@ -141,8 +141,8 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
         // A limit bounds only what is reserved, not the size of the device.
         let most = trace.required_peak().min(MOST) * (Capacity::FACTOR + 1);
         let memory = global.sim_memory().max(most);
-        let ground = Machine::Simulated { memory }.context(files.lag)?;
-        let advice = match advise(&ground, options, trace, &choices, output) {
+        let device = Machine::Simulated { memory }.context(files.lag)?;
+        let advice = match advise(&device, options, trace, &choices, output) {
             Ok(advice) => advice,
             Err(Stop::Begin(error)) => return Err(FileError::cannot_replay(path, error).into()),
             Err(Stop::Faults(faults)) => {
@@ -172,7 +172,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
 }
 
 fn advise<'a>(
-    ground: &Ground,
+    device: &ReplayContext,
     options: &AdviseOptions,
     trace: &Trace,
     choices: &'a [Choice],
@@ -191,7 +191,7 @@ fn advise<'a>(
         bar.set_message(format!("{settings} under {limit} MiB"));
         bar.tick();
     };
-    let mut trials = Trials::new(ground, trace, choices, progress);
+    let mut trials = Trials::new(device, trace, choices, progress);
     let needed = trials.needed();
     let advice = needed.and_then(|needed| {
         let mut sizes: Vec<u64> = options.memory.iter().map(|size| size.0).collect();

@@ -1,6 +1,6 @@
 //! Replays of a trace under limits, each with its own settings, and their results.
 
-use crate::machine::Ground;
+use crate::machine::ReplayContext;
 use crate::replay::{self, Fault};
 use crate::{Failure, text};
 use cualloc::Error;
@@ -110,7 +110,7 @@ type Progress<'a> = Box<dyn FnMut(&str, u64) + 'a>;
 pub struct Trials<'a> {
     trace: &'a Trace,
     choices: &'a [Choice],
-    ground: &'a Ground,
+    device: &'a ReplayContext,
     progress: Progress<'a>,
     /// The known results of each choice, by limit.
     known: Vec<Vec<(u64, Trial)>>,
@@ -118,7 +118,7 @@ pub struct Trials<'a> {
 
 impl<'a> Trials<'a> {
     pub fn new(
-        ground: &'a Ground,
+        device: &'a ReplayContext,
         trace: &'a Trace,
         choices: &'a [Choice],
         progress: impl FnMut(&str, u64) + 'a,
@@ -126,7 +126,7 @@ impl<'a> Trials<'a> {
         Trials {
             trace,
             choices,
-            ground,
+            device,
             progress: Box::new(progress),
             known: vec![Vec::new(); choices.len()],
         }
@@ -166,7 +166,7 @@ impl<'a> Trials<'a> {
         let replay = Replay::new(self.trace).config(config).serve_failed(true);
         let report = replay
             .repeat(Capacity::REPLAYS)
-            .run(self.ground.context())
+            .run(self.device.context())
             .map_err(Stop::Begin)?;
         trial(report)
     }
@@ -181,7 +181,7 @@ impl<'a> Trials<'a> {
             .config(choice.config.clone())
             .serve_failed(true)
             .on_progress(|limit| progress(&choice.text, limit))
-            .capacity(self.ground.context())
+            .capacity(self.device.context())
             .map_err(Stop::Begin)?;
         match search.fault {
             Some(report) => Err(Stop::Faults(replay::faults(&report))),

@@ -13,10 +13,10 @@ const SCALE: Scale = Scale {
 };
 
 fn rig(test: impl FnOnce(&Allocator, &[Stream])) {
-    let ground = Machine::Simulated { memory: 8 << 30 }.context(0).unwrap();
-    let allocator = Allocator::with_config(ground.context(), Config::new()).unwrap();
+    let device = Machine::Simulated { memory: 8 << 30 }.context(0).unwrap();
+    let allocator = Allocator::with_config(device.context(), Config::new()).unwrap();
     let streams: Vec<_> = (0..32)
-        .map(|_| Stream::new(ground.context()).unwrap())
+        .map(|_| Stream::new(device.context()).unwrap())
         .collect();
     test(&allocator, &streams);
     allocator.close().unwrap();

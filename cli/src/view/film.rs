@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 const MAP_PIECES: usize = 300_000;
 
 /// A block of the trace as the allocator placed it.
-pub struct Shown {
+pub struct PlacedBlock {
     pub born: usize,
     /// The row from which its memory may be reused; `None` if it lives to the end.
     pub freed: Option<usize>,
@@ -30,9 +30,9 @@ pub struct Map {
 }
 
 /// Data collected while a trace is replayed.
-pub struct Film<'a> {
+pub struct ReplayData<'a> {
     trace: &'a Trace,
-    pub blocks: Vec<Shown>,
+    pub blocks: Vec<PlacedBlock>,
     /// Bytes reserved from the driver, after each row.
     pub reserved: Vec<u64>,
     pub maps: Vec<Map>,
@@ -44,12 +44,12 @@ pub struct Film<'a> {
     failed_row: Option<usize>,
 }
 
-impl<'a> Film<'a> {
-    pub fn new(trace: &'a Trace, maps: u16) -> Film<'a> {
+impl<'a> ReplayData<'a> {
+    pub fn new(trace: &'a Trace, maps: u16) -> ReplayData<'a> {
         let rows = trace.rows().len();
         let distances = 1..=u128::from(maps);
         let instants = distances.map(|n| (rows as u128 * n / (u128::from(maps) + 1)) as usize);
-        Film {
+        ReplayData {
             trace,
             blocks: Vec::with_capacity(trace.allocations().len()),
             reserved: Vec::with_capacity(rows),
@@ -67,7 +67,7 @@ impl<'a> Film<'a> {
         if let Some(block) = seen.block {
             let outline = &self.trace.allocations()[row.id];
             let streams = self.trace.streams();
-            self.blocks.push(Shown {
+            self.blocks.push(PlacedBlock {
                 born: seen.row,
                 freed: outline.released,
                 address: block.ptr(),
@@ -119,7 +119,7 @@ impl<'a> Film<'a> {
         let end = self.rows() as u64;
         let blocks = || self.blocks.iter();
         columns.add("born", blocks().map(|block| block.born as u64));
-        let freed = |block: &Shown| block.freed.map_or(end, |row| end.min(row as u64));
+        let freed = |block: &PlacedBlock| block.freed.map_or(end, |row| end.min(row as u64));
         columns.add("life", blocks().map(|b| freed(b) - b.born as u64));
         columns.add("address", blocks().map(|block| block.address));
         columns.add("asked", blocks().map(|block| block.asked));

@@ -22,7 +22,7 @@ use cualloc::record::{Profile, Share};
 use cualloc::trace::{Replay, Trace};
 use difference::Side;
 use encode::exact;
-use film::Film;
+use film::ReplayData;
 use serde_json::{Value, json};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Write};
@@ -71,13 +71,13 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
     let last = inputs.len() - 1;
     for (index, (path, input)) in inputs.iter().enumerate() {
         let trace = &input.trace;
-        let ground = Machine::Simulated { memory }.context(options.lag)?;
+        let device = Machine::Simulated { memory }.context(options.lag)?;
         let bar = output.progress(trace.rows().len() as u64, trace.name());
         let config = settings.config().clone().limit(limit_of(trace));
         let replay = Replay::new(trace).config(config);
         let replay = replay.on_progress(|done| bar.set_position(done));
         let done = if index < last {
-            let report = replay.run(ground.context());
+            let report = replay.run(device.context());
             report.map(|report| before = Some(Side::new(trace, &report)))
         } else {
             let frame = Frame {
@@ -87,7 +87,7 @@ pub fn run(global: &GlobalOptions, options: &ViewOptions, output: &mut Output) -
                 memory,
                 config: settings.text(),
             };
-            let page = page(&frame, replay, options.maps, ground.context());
+            let page = page(&frame, replay, options.maps, device.context());
             page.map(|page| shown = Some(page))
         };
         bar.finish_and_clear();
@@ -161,7 +161,7 @@ fn page(
         warnings,
         recorded,
     } = frame.input;
-    let mut film = Film::new(trace, maps);
+    let mut film = ReplayData::new(trace, maps);
     let report = replay.watch(|seen| film.watch(seen)).run(context)?;
     let picture = match &report.error {
         // The JSON was written by the library, so it is valid.

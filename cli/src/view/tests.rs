@@ -1,6 +1,6 @@
 use super::contexts::Contexts;
 use super::difference::{self, Side};
-use super::film::{Film, Shown};
+use super::film::{PlacedBlock, ReplayData};
 use super::{Frame, STACKS, by_stack, page};
 use crate::input::Input;
 use crate::machine::simulator;
@@ -60,7 +60,7 @@ fn meta(page: &str) -> Value {
 }
 
 /// Bytes of live blocks after each row, which the page adds up.
-fn curve(film: &Film<'_>, bytes: fn(&Shown) -> u64) -> Vec<u64> {
+fn curve(film: &ReplayData<'_>, bytes: fn(&PlacedBlock) -> u64) -> Vec<u64> {
     let mut curve = vec![0; film.rows()];
     for block in &film.blocks {
         let end = block.freed.map_or(film.rows(), |row| row.min(film.rows()));
@@ -75,7 +75,7 @@ fn curve(film: &Film<'_>, bytes: fn(&Shown) -> u64) -> Vec<u64> {
 fn curves_and_maps_are_those_of_the_allocator() {
     let trace = trace("sums", 400);
     let simulator = simulator(8 << 30).unwrap();
-    let mut film = Film::new(&trace, 4);
+    let mut film = ReplayData::new(&trace, 4);
     let mut expected = Vec::new();
     let replay = Replay::new(&trace).watch(|seen| {
         film.watch(seen);

@@ -37,7 +37,7 @@ use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Bounds;
 use crate::allocator::physical::address::Addresses;
-use crate::allocator::physical::commit::Maker;
+use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::suspend::hooks::Suspender;
 use crate::error::{Error, RareLog};
@@ -285,8 +285,8 @@ impl Engine {
     }
 
     /// Returns the factory for physical memory.
-    pub(crate) fn maker(&self) -> Maker<'_> {
-        Maker {
+    pub(crate) fn maker(&self) -> PhysicalConfig<'_> {
+        PhysicalConfig {
             context: &self.context,
             properties: &self.properties,
             access: &self.access,

@@ -14,7 +14,7 @@ use crate::allocator::extent::origin::Names;
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
-use crate::allocator::graph::order::Seen;
+use crate::allocator::graph::order::LastNodes;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
 
@@ -32,7 +32,7 @@ pub(crate) struct Pending {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mark {
     pub capture: u64,
-    pub seen: Seen,
+    pub seen: LastNodes,
 }
 
 /// The uses of free memory that may still access it.
@@ -125,7 +125,7 @@ pub(crate) struct Live {
 
 /// The rest of a block that was freed.
 #[derive(Debug)]
-pub(crate) struct Gone {
+pub(crate) struct FreedBlock {
     pub id: u32,
     pub requested: u64,
     /// Users, to be dropped without the lock.
@@ -290,7 +290,7 @@ impl Arena {
     }
 
     /// Frees a live block's memory.
-    pub(crate) fn release(&mut self, addr: u64, mut tag: Tag) -> Option<Gone> {
+    pub(crate) fn release(&mut self, addr: u64, mut tag: Tag) -> Option<FreedBlock> {
         let live = self.live.remove(addr)?;
         tag.captured |= live.captured;
         tag.touched.extend(live.touched.iter().cloned());
@@ -302,7 +302,7 @@ impl Arena {
             let granules = last.granules;
             self.recent = Some((last.home, Piece { granules, tag }));
         }
-        Some(Gone {
+        Some(FreedBlock {
             id: live.id,
             requested: live.requested,
             users: live.users,

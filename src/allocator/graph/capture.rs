@@ -2,7 +2,7 @@
 
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
-use crate::allocator::graph::order::{Edge, Order, Seen};
+use crate::allocator::graph::order::{Edge, LastNodes, Order};
 use crate::allocator::graph::user::{Trace, User};
 use crate::allocator::stream::slot::StreamKey;
 use crate::driver::sys;
@@ -78,7 +78,7 @@ pub(crate) struct Route {
 
 /// The driver's answer about a stream in a capture.
 #[derive(Debug)]
-pub(crate) struct Present {
+pub(crate) struct CaptureStatus {
     pub id: u64,
     pub graph: sys::CUgraph,
     /// The dependencies of the next node that is captured on the stream.
@@ -87,9 +87,9 @@ pub(crate) struct Present {
 
 /// The point up to which a stream of a capture has used its memory.
 #[derive(Debug)]
-pub(crate) struct Reached {
+pub(crate) struct UsePoint {
     pub capture: u64,
     /// The capture's [number](Capture::number).
     pub number: u64,
-    pub seen: Seen,
+    pub seen: LastNodes,
 }

@@ -6,19 +6,19 @@ use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::graph::arena::Arena;
 use crate::allocator::graph::lease::{self, Lease, Leases};
 use crate::allocator::graph::plan::Plan;
-use crate::allocator::physical::commit::{self, Maker};
+use crate::allocator::physical::commit::{self, PhysicalConfig};
 use crate::allocator::physical::{Fresh, GrowthFailure, Release};
 use crate::allocator::report::GrowthReason;
 
 /// A failed plan, and what could not be undone.
-pub(crate) struct NotMade {
+pub(crate) struct FailedPlan {
     pub failure: GrowthFailure,
     /// Mappings of the view that may still exist: address and bytes.
     pub lost: Vec<(u64, u64)>,
 }
 
 /// Executes a plan completely, or undoes it. Returns the new handles.
-pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> {
+pub(crate) fn make(maker: &PhysicalConfig<'_>, plan: &Plan) -> Result<Vec<u64>, FailedPlan> {
     let fresh = plan.fresh.as_ref().map(fresh_at);
     let handles = match &fresh {
         Some(fresh) => commit::map(maker, fresh).map_err(not_made)?,
@@ -34,21 +34,21 @@ pub(crate) fn make(maker: &Maker<'_>, plan: &Plan) -> Result<Vec<u64>, NotMade> 
             mapped: Vec::new(),
         },
     };
-    Err(NotMade { failure, lost })
+    Err(FailedPlan { failure, lost })
 }
 
 /// Moves a claimed handle from its home to its planned place in a pool. Also returns whether it left its home.
 pub(crate) fn move_in(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     planned: &(u64, Vec<u64>),
     (from, handle): (&Release, u64),
-) -> (bool, Result<Vec<u64>, NotMade>) {
+) -> (bool, Result<Vec<u64>, FailedPlan>) {
     let (left, made) = commit::remap(maker, &fresh_at(planned), (from, handle));
     (left, made.map_err(not_made))
 }
 
-fn not_made(failure: GrowthFailure) -> NotMade {
-    NotMade {
+fn not_made(failure: GrowthFailure) -> FailedPlan {
+    FailedPlan {
         failure,
         lost: Vec::new(),
     }
@@ -69,7 +69,7 @@ fn fresh_at((addr, sizes): &(u64, Vec<u64>)) -> Fresh {
 
 /// Maps the view of a plan. The error includes the mappings that could not be undone.
 fn show(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     plan: &Plan,
     fresh: &[u64],
 ) -> Result<(), (DriverError, Vec<(u64, u64)>)> {

@@ -41,7 +41,7 @@ const OVER: u8 = 2;
 /// instantiated from it were destroyed and none of them runs. The driver reports that on its own thread, with some
 /// delay.
 #[derive(Debug, Clone)]
-pub(crate) struct Lease(Arc<Term>);
+pub(crate) struct Lease(Arc<LeaseState>);
 
 impl PartialEq for Lease {
     fn eq(&self, other: &Lease) -> bool {
@@ -52,7 +52,7 @@ impl PartialEq for Lease {
 impl Eq for Lease {}
 
 #[derive(Debug)]
-struct Term {
+struct LeaseState {
     state: AtomicU8,
     pool: Leases,
 }
@@ -60,7 +60,7 @@ struct Term {
 impl Lease {
     /// Creates a lease of a pool, which is not [counted](Self::hold) yet.
     pub(crate) fn new(pool: &Leases) -> Lease {
-        Lease(Arc::new(Term {
+        Lease(Arc::new(LeaseState {
             state: AtomicU8::new(NEW),
             pool: pool.clone(),
         }))

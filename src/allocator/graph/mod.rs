@@ -28,11 +28,11 @@ use std::sync::Arc;
 
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::graph::arena::{Arena, Fit, Live, Mark, NO_STREAM, Pending, Place, Tag};
-use crate::allocator::graph::capture::{Capture, Reached};
-use crate::allocator::graph::commit::NotMade;
+use crate::allocator::graph::capture::{Capture, UsePoint};
+use crate::allocator::graph::commit::FailedPlan;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::{Lease, Leases};
-use crate::allocator::graph::plan::{Lacking, Means, Plan};
+use crate::allocator::graph::plan::{Plan, PlanFailure, PlanResources};
 use crate::allocator::graph::scope::Scopes;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
@@ -261,10 +261,10 @@ impl Graphs {
         pool: u64,
         requester: Requester,
         fit: Fit,
-        means: &Means<'_>,
-    ) -> Result<Plan, Lacking> {
+        means: &PlanResources<'_>,
+    ) -> Result<Plan, PlanFailure> {
         let Some(pool) = self.pools.get_mut(&pool) else {
-            return Err(Lacking::Memory(fit.bytes()));
+            return Err(PlanFailure::Memory(fit.bytes()));
         };
         let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
         pool.arena.merge_recent();
@@ -292,14 +292,14 @@ impl Graphs {
         &mut self,
         id: u64,
         plan: Plan,
-        made: Result<&[u64], &NotMade>,
+        made: Result<&[u64], &FailedPlan>,
     ) -> Option<Place> {
         let pool = self.pools.get_mut(&id)?;
         pool.calls -= 1;
         pool.planned -= plan.fresh_bytes();
         let place = match made {
             Ok(handles) => Some(pool.arena.planned(plan, handles)),
-            Err(NotMade { failure, lost }) => {
+            Err(FailedPlan { failure, lost }) => {
                 pool.arena.revert(plan, failure, lost);
                 None
             }
@@ -325,7 +325,7 @@ impl Graphs {
     pub(crate) fn tag(
         &mut self,
         pool: u64,
-        captured: Few<Reached>,
+        captured: Few<UsePoint>,
         pending: Vec<Pending>,
     ) -> Option<Tag> {
         let mut tag = Tag {
@@ -334,7 +334,7 @@ impl Graphs {
             captured: !captured.is_empty(),
             touched: Vec::new(),
         };
-        for Reached {
+        for UsePoint {
             capture,
             number,
             seen,

@@ -22,7 +22,7 @@ pub(crate) struct Edge {
 
 /// A use of memory in a capture: the last nodes of a stream at that time.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seen {
+pub(crate) struct LastNodes {
     /// The stream's place in the capture.
     pub stream: usize,
     epoch: u32,
@@ -31,7 +31,7 @@ pub(crate) struct Seen {
 
 /// The nodes that one stream of a capture is behind.
 #[derive(Debug, Default)]
-struct Reach {
+struct KnownNodes {
     /// Dependencies of the stream's next node.
     present: Vec<Edge>,
     /// Nodes that have begun before the present point; true if they are complete by then.
@@ -47,7 +47,7 @@ struct Reach {
 #[derive(Debug, Default)]
 pub(crate) struct Order {
     dependencies: HashMap<usize, Few<Edge>, Mixed>,
-    streams: Vec<Reach>,
+    streams: Vec<KnownNodes>,
     /// Memory of a finished walk, for reuse.
     spare: Option<Box<Walk>>,
 }
@@ -70,7 +70,7 @@ impl Order {
     pub(crate) fn add_stream(&mut self) -> usize {
         // From here on other streams need to know what it captured.
         self.note();
-        self.streams.push(Reach::default());
+        self.streams.push(KnownNodes::default());
         self.streams.len() - 1
     }
 
@@ -226,9 +226,9 @@ impl Order {
     }
 
     /// Returns the use by a stream up to its present point.
-    pub(crate) fn seen(&self, stream: usize) -> Seen {
+    pub(crate) fn seen(&self, stream: usize) -> LastNodes {
         let reach = &self.streams[stream];
-        Seen {
+        LastNodes {
             stream,
             epoch: reach.epoch,
             nodes: reach.present.iter().map(|edge| edge.node).collect(),
@@ -239,7 +239,7 @@ impl Order {
     ///
     /// A stream that only moved forward is behind all its own work: a kernel that was launched with an early start
     /// waits for its predecessor before it touches memory allocated after the predecessor's launch.
-    pub(crate) fn is_behind(&self, seen: &Seen, stream: usize) -> bool {
+    pub(crate) fn is_behind(&self, seen: &LastNodes, stream: usize) -> bool {
         let reach = &self.streams[stream];
         if seen.stream == stream && seen.epoch == reach.epoch {
             return true;
@@ -257,7 +257,7 @@ impl Order {
 impl Walk {
     /// Visits a node behind an edge.
     #[inline]
-    fn meet(&mut self, reach: &mut Reach, edge: Edge) {
+    fn meet(&mut self, reach: &mut KnownNodes, edge: Edge) {
         if !self.anew {
             self.unmet.retain(|node| *node != edge.node);
         }

@@ -45,7 +45,7 @@ impl Plan {
 
 /// Why no plan is possible.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Lacking {
+pub(crate) enum PlanFailure {
     /// Addresses for this many bytes at home are missing.
     Homes(u64),
     /// Addresses for this many bytes of a view are missing.
@@ -55,7 +55,7 @@ pub(crate) enum Lacking {
 }
 
 /// The resources that a plan may use.
-pub(crate) struct Means<'a> {
+pub(crate) struct PlanResources<'a> {
     /// Bytes that may be added.
     pub room: u64,
     /// Whether views may be created.
@@ -91,8 +91,8 @@ impl Arena {
         &mut self,
         fit: Fit,
         runs: &[(u64, u64)],
-        means: &Means<'_>,
-    ) -> Result<Plan, Lacking> {
+        means: &PlanResources<'_>,
+    ) -> Result<Plan, PlanFailure> {
         let opening = self.opening(fit, runs);
         // Leased addresses and views begin at a multiple of a physical granule; larger alignments are not supported in
         // views.
@@ -107,10 +107,10 @@ impl Arena {
         }
         let Some(opening) = opening else {
             let slack = if aligned { 0 } else { fit.aligned(1) - 1 };
-            return Err(Lacking::Homes(fit.bytes() + slack));
+            return Err(PlanFailure::Homes(fit.bytes() + slack));
         };
         if opening.fresh > means.room {
-            return Err(Lacking::Memory(opening.fresh));
+            return Err(PlanFailure::Memory(opening.fresh));
         }
         let addr = fit.aligned(opening.start);
         let part = Part {
@@ -209,13 +209,18 @@ impl Arena {
         stitch
     }
 
-    fn plan_view(&mut self, fit: Fit, stitch: Stitch, means: &Means<'_>) -> Result<Plan, Lacking> {
+    fn plan_view(
+        &mut self,
+        fit: Fit,
+        stitch: Stitch,
+        means: &PlanResources<'_>,
+    ) -> Result<Plan, PlanFailure> {
         if stitch.fresh > means.room {
-            return Err(Lacking::Memory(stitch.fresh));
+            return Err(PlanFailure::Memory(stitch.fresh));
         }
         let home = match stitch.fresh {
             0 => None,
-            bytes => Some(self.homes.lowest(bytes).ok_or(Lacking::Homes(bytes))?),
+            bytes => Some(self.homes.lowest(bytes).ok_or(PlanFailure::Homes(bytes))?),
         };
         let sizes = home.map_or_else(Vec::new, |_| tile(stitch.fresh, (means.size)(stitch.fresh)));
         let mut handles = stitch.handles;
@@ -227,7 +232,7 @@ impl Arena {
         handles.extend(stitch.front);
         let view = View { handles };
         let bytes = view.bytes();
-        let base = self.sites.lowest(bytes).ok_or(Lacking::Sites(bytes))?;
+        let base = self.sites.lowest(bytes).ok_or(PlanFailure::Sites(bytes))?;
         let (mut parts, mut skip, mut left) = (Few::new(), stitch.skip, fit.bytes());
         for (home, bytes) in &view.handles {
             let used = left.min(bytes - skip);

@@ -7,12 +7,12 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Requester;
 use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
 use crate::allocator::graph::checkpoint::Changes;
-use crate::allocator::graph::commit::NotMade;
+use crate::allocator::graph::commit::FailedPlan;
 use crate::allocator::graph::few::Few;
-use crate::allocator::graph::plan::{Lacking, Means, Plan};
+use crate::allocator::graph::plan::{Plan, PlanFailure, PlanResources};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::Sharers;
+use crate::allocator::physical::MemoryUsers;
 use crate::driver::process;
 use crate::event::{self, Kind};
 
@@ -57,7 +57,7 @@ pub(crate) fn around(heap: &mut Heap, ptr: u64) -> Option<(u64, (u32, u32))> {
 }
 
 /// Plans a growth of a pool.
-pub(crate) fn plan(heap: &mut Heap, request: &PoolRequest) -> Result<Plan, Lacking> {
+pub(crate) fn plan(heap: &mut Heap, request: &PoolRequest) -> Result<Plan, PlanFailure> {
     let want = Want {
         space: SpaceId::Large,
         stream: COMPLETE,
@@ -68,10 +68,10 @@ pub(crate) fn plan(heap: &mut Heap, request: &PoolRequest) -> Result<Plan, Lacki
         views: request.fit.views,
     };
     let (held, physical) = (heap.graphs.held, &heap.physical);
-    let means = Means {
+    let means = PlanResources {
         room: heap.room(),
         views: request.fit.views,
-        size: &|missing| physical.handle_size(&want, missing, held, Sharers::Pool),
+        size: &|missing| physical.handle_size(&want, missing, held, MemoryUsers::Pool),
     };
     heap.graphs
         .plan(request.pool, request.requester, request.fit, &means)
@@ -83,7 +83,7 @@ pub(crate) fn commit_plan(
     heap: &mut Heap,
     pool: u64,
     plan: Plan,
-    made: Result<&[u64], &NotMade>,
+    made: Result<&[u64], &FailedPlan>,
 ) -> Option<Place> {
     if let (Ok(_), Some((home, sizes))) = (&made, &plan.fresh) {
         let mut at = *home;

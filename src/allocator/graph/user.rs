@@ -12,7 +12,7 @@ use crate::locks::thread_id::ThreadId;
 /// A stream as it was named when it began to use a block. Code that uses its handle without the heap's lock holds a
 /// copy meanwhile, and a retirement of the stream waits for that.
 #[derive(Debug, Clone)]
-pub(crate) struct User(Arc<Who>);
+pub(crate) struct User(Arc<Identity>);
 
 /// A set of names of streams, to test whether a user [is](User::is) one of them without visiting each.
 #[derive(Debug, Default)]
@@ -49,7 +49,7 @@ impl<'a> FromIterator<&'a User> for Names {
 
 /// A weak reference to a [`User`].
 #[derive(Debug)]
-pub(crate) struct Trace(Weak<Who>);
+pub(crate) struct Trace(Weak<Identity>);
 
 impl Trace {
     #[inline]
@@ -60,7 +60,7 @@ impl Trace {
 
 /// The identity of a [`User`].
 #[derive(Debug, Clone)]
-pub(crate) struct Who {
+pub(crate) struct Identity {
     /// The handle alone, if the stream was capturing then and its id could not be queried.
     pub key: StreamKey,
     pub raw: usize,
@@ -73,10 +73,10 @@ pub(crate) struct Who {
 }
 
 impl Deref for User {
-    type Target = Who;
+    type Target = Identity;
 
     #[inline]
-    fn deref(&self) -> &Who {
+    fn deref(&self) -> &Identity {
         &self.0
     }
 }
@@ -88,7 +88,7 @@ impl User {
         stream: Option<Stream>,
         since: Option<u64>,
     ) -> User {
-        User(Arc::new(Who {
+        User(Arc::new(Identity {
             key,
             raw,
             stream,
@@ -99,14 +99,14 @@ impl User {
 
     /// Returns the same user for lists whose streams are never queried; the result does not count as a copy.
     pub(crate) fn listed(&self) -> User {
-        User(Arc::new(Who::clone(self)))
+        User(Arc::new(Identity::clone(self)))
     }
 
     /// Returns the identity of the stream, without keeping it alive.
     pub(crate) fn name(&self) -> User {
-        User(Arc::new(Who {
+        User(Arc::new(Identity {
             stream: None,
-            ..Who::clone(self)
+            ..Identity::clone(self)
         }))
     }
 

@@ -22,7 +22,7 @@ impl GrowthFailure {
 }
 
 /// The properties of an allocator's physical memory, and its devices.
-pub(crate) struct Maker<'a> {
+pub(crate) struct PhysicalConfig<'a> {
     pub context: &'a Context,
     pub properties: &'a MemoryProperties,
     /// Devices that may access the memory, its own first.
@@ -30,14 +30,14 @@ pub(crate) struct Maker<'a> {
 }
 
 /// A handle that was created for new memory, and the address for its mapping.
-struct Made {
+struct NewHandle {
     addr: u64,
     bytes: u64,
     handle: u64,
 }
 
 /// Creates, maps and opens contiguous handles of new memory; undoes everything if a call fails.
-pub(crate) fn map(maker: &Maker<'_>, fresh: &Fresh) -> Result<Vec<u64>, GrowthFailure> {
+pub(crate) fn map(maker: &PhysicalConfig<'_>, fresh: &Fresh) -> Result<Vec<u64>, GrowthFailure> {
     map_with(maker, fresh, |entered, bytes| {
         entered.mem_create(bytes as usize, maker.properties)
     })
@@ -46,7 +46,7 @@ pub(crate) fn map(maker: &Maker<'_>, fresh: &Fresh) -> Result<Vec<u64>, GrowthFa
 /// [`map`] for one existing handle, which is unmapped at its home first. Also returns whether that succeeded: then the
 /// handle is released if a later call fails.
 pub(crate) fn remap(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     fresh: &Fresh,
     (from, handle): (&Release, u64),
 ) -> (bool, Result<Vec<u64>, GrowthFailure>) {
@@ -62,17 +62,17 @@ pub(crate) fn remap(
 }
 
 fn map_with(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     fresh: &Fresh,
     mut make: impl FnMut(&Entered<'_>, u64) -> Result<u64, DriverError>,
 ) -> Result<Vec<u64>, GrowthFailure> {
     let entered = maker.context.enter().map_err(GrowthFailure::new)?;
-    let mut made: Vec<Made> = Vec::with_capacity(fresh.sizes.len());
+    let mut made: Vec<NewHandle> = Vec::with_capacity(fresh.sizes.len());
     let result = (|| {
         let mut addr = fresh.addr;
         for bytes in &fresh.sizes {
             let handle = make(&entered, *bytes)?;
-            made.push(Made {
+            made.push(NewHandle {
                 addr,
                 bytes: *bytes,
                 handle,
@@ -96,7 +96,7 @@ fn map_with(
 
 /// Unmaps and releases handles that [`map`] created.
 pub(crate) fn release_mapped(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     fresh: &Fresh,
     handles: &[u64],
     error: DriverError,
@@ -105,13 +105,13 @@ pub(crate) fn release_mapped(
     let made = fresh.sizes.iter().zip(handles).map(|(bytes, handle)| {
         let (bytes, handle) = (*bytes, *handle);
         addr += bytes;
-        Made {
+        NewHandle {
             addr: addr - bytes,
             bytes,
             handle,
         }
     });
-    let made: Vec<Made> = made.collect();
+    let made: Vec<NewHandle> = made.collect();
     match maker.context.enter() {
         Ok(entered) => undo(&entered, error, made),
         Err(_) => GrowthFailure {
@@ -122,9 +122,9 @@ pub(crate) fn release_mapped(
 }
 
 /// Undoes the calls of a failed growth, newest first.
-fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<Made>) -> GrowthFailure {
+fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<NewHandle>) -> GrowthFailure {
     let mut failure = GrowthFailure::new(error);
-    for Made {
+    for NewHandle {
         addr,
         bytes,
         handle,

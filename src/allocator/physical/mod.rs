@@ -61,7 +61,7 @@ const CALM_REQUESTS: u64 = 512;
 
 /// The users of new memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sharers {
+pub(crate) enum MemoryUsers {
     /// The only active stream.
     One,
     /// One stream among several.
@@ -321,7 +321,7 @@ impl Physical {
         want: &Want,
         missing: u64,
         reserved: u64,
-        sharers: Sharers,
+        sharers: MemoryUsers,
     ) -> u64 {
         if want.space == SpaceId::Small {
             return PHYSICAL_GRANULE;
@@ -329,15 +329,15 @@ impl Physical {
         let request = u64::from(want.granules) * GRANULE;
         let size = match (self.tuning.handle, self.regime, sharers) {
             (Some(bytes), ..) => bytes,
-            (None, _, Sharers::Pool) => {
+            (None, _, MemoryUsers::Pool) => {
                 let part = (request / GRAPH_REQUEST_PARTS).max(missing / GRAPH_PARTS);
                 scarce_handle(reserved, SHARED_SCARCE_HANDLES).max(part)
             }
             (None, Regime::Plentiful, _) => pool_handle(reserved + missing),
-            (None, Regime::Scarce(_), Sharers::One) => {
+            (None, Regime::Scarce(_), MemoryUsers::One) => {
                 scarce_handle(reserved, SCARCE_HANDLES).max(request / SCARCE_PARTS)
             }
-            (None, Regime::Scarce(_), Sharers::Several) => {
+            (None, Regime::Scarce(_), MemoryUsers::Several) => {
                 let part = request / SCARCE_PARTS;
                 let shared = (2 * part).min(SHARED_PART_MAX).max(part);
                 scarce_handle(reserved, SHARED_SCARCE_HANDLES).max(shared)
@@ -510,7 +510,7 @@ mod tests {
             (39_000, 64),
             (50_000, 32),
         ] {
-            let made = physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, Sharers::One);
+            let made = physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, MemoryUsers::One);
             assert_eq!(made, size * MIB, "{held} MiB");
             let step = physical.growth_step(held * MIB);
             assert_eq!(step, (size / 2).max(2) * MIB, "{held} MiB");
@@ -533,18 +533,19 @@ mod tests {
             let size = |mib| physical.handle_size(&want(mib * MIB), mib * MIB, 0, sharers);
             [128, 240, 256, 512, 960].map(size).map(|size| size / MIB)
         };
-        assert_eq!(shares(Sharers::One), [2, 4, 4, 8, 8]);
-        assert_eq!(parts(Sharers::One), [4, 4, 8, 16, 16]);
-        assert_eq!(shares(Sharers::Several), [2, 2, 2, 4, 4]);
-        assert_eq!(parts(Sharers::Several), [8, 8, 16, 16, 16]);
-        assert_eq!(shares(Sharers::Pool), [2, 2, 2, 4, 4]);
-        assert_eq!(parts(Sharers::Pool), [16, 16, 32, 64, 64]);
+        assert_eq!(shares(MemoryUsers::One), [2, 4, 4, 8, 8]);
+        assert_eq!(parts(MemoryUsers::One), [4, 4, 8, 16, 16]);
+        assert_eq!(shares(MemoryUsers::Several), [2, 2, 2, 4, 4]);
+        assert_eq!(parts(MemoryUsers::Several), [8, 8, 16, 16, 16]);
+        assert_eq!(shares(MemoryUsers::Pool), [2, 2, 2, 4, 4]);
+        assert_eq!(parts(MemoryUsers::Pool), [16, 16, 32, 64, 64]);
     }
 
     #[test]
     fn handles_are_small_from_half_of_the_limit_on() {
         let physical = physical(Some(16_384 * MIB), Profile::Default);
-        let size = |held| physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, Sharers::One);
+        let size =
+            |held| physical.handle_size(&want(2 * MIB), 2 * MIB, held * MIB, MemoryUsers::One);
         assert_eq!([size(8000), size(8192)], [32 * MIB, 8 * MIB]);
     }
 

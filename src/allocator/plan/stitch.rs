@@ -243,7 +243,7 @@ pub(crate) fn revert_failed(
     let error = failed.error();
     match failed {
         Unmapped::Undone(_) => revert(heap, want, stitch, 0, &[]),
-        Unmapped::NotMade(failure) => {
+        Unmapped::FailedPlan(failure) => {
             revert(heap, want, stitch, 0, &[]);
             release::set_apart(heap, SpaceId::Large, failure);
         }

@@ -3,9 +3,9 @@
 //! Each handle stores how many of its mappings exist and whether it was released, so that after any failed call
 //! [`bring_back`] continues from there, and so does the next attempt if that fails too.
 
-use crate::allocator::physical::commit::Maker;
+use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::suspend::host::HostCopy;
-use crate::allocator::suspend::{Parked, Suspension};
+use crate::allocator::suspend::{SuspendedHandle, Suspension};
 use crate::driver::{DriverError, Entered, HostAllocation, Stream};
 use crate::error::Error;
 use crate::sync::order::wait_for_context;
@@ -27,15 +27,15 @@ pub(crate) fn save(
         unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
     });
     let saved = waited(entered, stream, copied);
-    suspension.unseen = matches!(saved, Err(Unseen { seen: false, .. }));
-    if let Err(Unseen { seen: true, .. }) = saved {
+    suspension.unseen = matches!(saved, Err(FailedCopy { seen: false, .. }));
+    if let Err(FailedCopy { seen: true, .. }) = saved {
         spare.append(&mut std::mem::take(&mut suspension.copy).into_spare());
     }
     saved.map_err(|failed| failed.error.into())
 }
 
 /// A failed copy, and whether its end was observed.
-struct Unseen {
+struct FailedCopy {
     error: DriverError,
     seen: bool,
 }
@@ -46,12 +46,14 @@ fn waited(
     entered: &Entered<'_>,
     stream: &Stream,
     copied: Result<(), DriverError>,
-) -> Result<(), Unseen> {
+) -> Result<(), FailedCopy> {
     let waited = stream.synchronize();
     let seen = waited.is_ok()
         || stream.synchronize().is_ok()
         || wait_for_context(entered.context()).is_ok();
-    copied.and(waited).map_err(|error| Unseen { error, seen })
+    copied
+        .and(waited)
+        .map_err(|error| FailedCopy { error, seen })
 }
 
 /// Unmaps and releases the handles. Nothing uses the memory, and kept contents were saved. A handle whose release
@@ -79,7 +81,7 @@ pub(crate) fn give_back(
 /// for it `failed`.
 fn unmap(
     entered: &Entered<'_>,
-    parked: &mut Parked,
+    parked: &mut SuspendedHandle,
     left: usize,
     failed: bool,
 ) -> Result<(), DriverError> {
@@ -101,7 +103,7 @@ fn unmap(
 /// Restores everything: creates handles, maps them, gives all devices access, and copies kept contents back. After an
 /// error no more is restored than before.
 pub(crate) fn bring_back(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     entered: &Entered<'_>,
     stream: Option<&Stream>,
     suspensions: &mut [Suspension],
@@ -117,7 +119,7 @@ pub(crate) fn bring_back(
         .collect();
     let made = make(maker, entered, stream, suspensions);
     // The target of a copy that may still be running is kept.
-    if let Err(Unseen { seen: true, .. }) = made {
+    if let Err(FailedCopy { seen: true, .. }) = made {
         let handles = suspensions.iter_mut().flat_map(|s| &mut s.handles);
         for (parked, (mapped, held)) in handles.zip(before) {
             // What cannot be undone is used by the next attempt.
@@ -135,12 +137,12 @@ pub(crate) fn bring_back(
 }
 
 fn make(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     entered: &Entered<'_>,
     stream: Option<&Stream>,
     suspensions: &mut [Suspension],
-) -> Result<(), Unseen> {
-    let seen = |error| Unseen { error, seen: true };
+) -> Result<(), FailedCopy> {
+    let seen = |error| FailedCopy { error, seen: true };
     for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
         if parked.handle.is_none() {
             let made = entered.mem_create(parked.bytes as usize, maker.properties);
@@ -173,7 +175,7 @@ fn make(
             unsafe { entered.copy_host_to_device(to, from.cast(), bytes as usize, stream.raw()) }
         });
         let waited = waited(entered, stream, copied);
-        suspension.unseen = matches!(waited, Err(Unseen { seen: false, .. }));
+        suspension.unseen = matches!(waited, Err(FailedCopy { seen: false, .. }));
         waited?;
     }
     Ok(())

@@ -30,7 +30,7 @@ pub struct Segment {
 }
 
 /// The function of a hook.
-type Told = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
+type HookFunction = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
 
 /// A hook that is called when memory is suspended and when it is resumed, so that registrations and exports can be
 /// renewed.
@@ -51,7 +51,7 @@ type Told = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
 #[derive(Clone)]
 pub struct SegmentHook {
     name: Arc<str>,
-    run: Arc<Told>,
+    run: Arc<HookFunction>,
 }
 
 impl SegmentHook {

@@ -29,7 +29,7 @@ pub(crate) enum Target {
 
 /// A handle that is suspended, or about to be.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Parked {
+pub(crate) struct SuspendedHandle {
     pub home: u64,
     pub bytes: u64,
     /// `None` once it was released.
@@ -43,7 +43,7 @@ pub(crate) struct Parked {
 /// A suspension; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Suspension {
-    pub handles: Vec<Parked>,
+    pub handles: Vec<SuspendedHandle>,
     /// Borders of address reservations, which no call that sets access or copies may cross.
     pub bounds: Vec<u64>,
     /// Home ranges of the live blocks whose contents are kept, sorted: address and bytes.
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn access_is_given_in_as_few_calls_as_reservations_allow() {
-        let parked = |home, places: &[u64]| Parked {
+        let parked = |home, places: &[u64]| SuspendedHandle {
             home,
             bytes: 4,
             handle: Some(1),

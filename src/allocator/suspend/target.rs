@@ -11,12 +11,12 @@ use crate::allocator::plan::release;
 use crate::allocator::size::GRANULE;
 use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
-use crate::allocator::suspend::{Parked, Suspension, Target, join};
+use crate::allocator::suspend::{SuspendedHandle, Suspension, Target, join};
 use crate::error::{Error, GraphPoolError};
 use crate::event::Kind;
 
 /// Handles, and the live byte ranges in them: home addresses and sizes.
-type Choice = (Vec<Parked>, Vec<(u64, u64)>);
+type Choice = (Vec<SuspendedHandle>, Vec<(u64, u64)>);
 
 /// Returns the error for bytes in use by a call in progress.
 fn busy(count: u64, bytes: u64) -> Error {
@@ -148,7 +148,7 @@ fn park_arenas(heap: &mut Heap) -> Result<Choice, Error> {
         ids.any(|id| heap.extents.records[*id].addr == *home)
     };
     let holdings = heap.physical.holdings.iter();
-    let mut handles: Vec<Parked> = holdings
+    let mut handles: Vec<SuspendedHandle> = holdings
         .filter(|(home, _)| !apart(home))
         .map(|(home, holding)| parked(*home, holding.bytes, holding.handle))
         .collect();
@@ -192,7 +192,7 @@ pub(crate) fn drop_unused(heap: &mut Heap, suspension: &mut Suspension) {
     heap.flush_caches();
     for space in [SpaceId::Large, SpaceId::Small] {
         for (home, _) in release::unused(heap, space, true) {
-            let away = |handle: &Parked| handle.home == home && handle.handle.is_none();
+            let away = |handle: &SuspendedHandle| handle.home == home && handle.handle.is_none();
             let Some(at) = suspension.handles.iter().position(away) else {
                 continue;
             };
@@ -267,7 +267,7 @@ pub(crate) fn discard(heap: &mut Heap, target: Target, mut suspension: Suspensio
 fn park_pool(pool: &Pool) -> Choice {
     let arena = &pool.arena;
     let held = arena.handles.iter();
-    let mut handles: Vec<Parked> = held
+    let mut handles: Vec<SuspendedHandle> = held
         .map(|(home, handle)| parked(*home, handle.bytes, Some(handle.handle)))
         .collect();
     for (base, view) in &arena.views {
@@ -286,8 +286,8 @@ fn park_pool(pool: &Pool) -> Choice {
     (handles, kept)
 }
 
-fn parked(home: u64, bytes: u64, handle: Option<u64>) -> Parked {
-    Parked {
+fn parked(home: u64, bytes: u64, handle: Option<u64>) -> SuspendedHandle {
+    SuspendedHandle {
         home,
         bytes,
         handle,
@@ -297,13 +297,13 @@ fn parked(home: u64, bytes: u64, handle: Option<u64>) -> Parked {
 }
 
 /// Records that a handle is mapped in a view, too. Handles are ordered by their homes.
-fn show(handles: &mut [Parked], home: u64, at: u64) {
+fn show(handles: &mut [SuspendedHandle], home: u64, at: u64) {
     if let Ok(found) = handles.binary_search_by_key(&home, |handle| handle.home) {
         handles[found].places.push(at);
     }
 }
 
-fn mapped(handles: &mut [Parked]) {
+fn mapped(handles: &mut [SuspendedHandle]) {
     for handle in handles {
         handle.mapped = handle.places.len();
     }

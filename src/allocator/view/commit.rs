@@ -2,15 +2,15 @@
 
 use crate::driver::{Context, DriverError};
 
-use crate::allocator::physical::commit::{self, Maker};
+use crate::allocator::physical::commit::{self, PhysicalConfig};
 use crate::allocator::size::GRANULE;
 use crate::allocator::view::mapping::{Mapping, Stitch, Unmapped};
 
 /// Maps a planned stitch after the present end of the view. Returns the handles of new memory.
-pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
+pub(crate) fn map(maker: &PhysicalConfig<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapped> {
     let fresh = match &stitch.fresh {
         None => Vec::new(),
-        Some(fresh) => commit::map(maker, fresh).map_err(Unmapped::NotMade)?,
+        Some(fresh) => commit::map(maker, fresh).map_err(Unmapped::FailedPlan)?,
     };
     let entered = match maker.context.enter() {
         Ok(entered) => entered,
@@ -43,7 +43,7 @@ pub(crate) fn map(maker: &Maker<'_>, stitch: &Stitch) -> Result<Vec<u64>, Unmapp
 /// Unmaps the first mappings of a stitch, newest first, and releases the memory created for it. The newest mapping may
 /// not exist. If one cannot be unmapped, new memory is held from now on, as far as the view keeps mappings of it.
 fn undo(
-    maker: &Maker<'_>,
+    maker: &PhysicalConfig<'_>,
     stitch: &Stitch,
     mapped: usize,
     fresh: Vec<u64>,
@@ -66,7 +66,7 @@ fn undo(
     drop(entered);
     match &stitch.fresh {
         Some(new) if !fresh.is_empty() => {
-            Unmapped::NotMade(commit::release_mapped(maker, new, &fresh, error))
+            Unmapped::FailedPlan(commit::release_mapped(maker, new, &fresh, error))
         }
         _ => Unmapped::Undone(error),
     }

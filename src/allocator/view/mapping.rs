@@ -334,7 +334,7 @@ pub(crate) enum Unmapped {
     /// Nothing is left of it.
     Undone(DriverError),
     /// New memory could not be created; contains the parts that could not be undone.
-    NotMade(GrowthFailure),
+    FailedPlan(GrowthFailure),
     /// This many mappings, and the handles of new memory, are left in the view.
     Stuck(DriverError, usize, Vec<u64>),
 }
@@ -343,7 +343,7 @@ impl Unmapped {
     pub(crate) fn error(&self) -> DriverError {
         match self {
             Unmapped::Undone(error) | Unmapped::Stuck(error, ..) => *error,
-            Unmapped::NotMade(failure) => failure.error,
+            Unmapped::FailedPlan(failure) => failure.error,
         }
     }
 }

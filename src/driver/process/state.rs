@@ -55,7 +55,7 @@ pub(crate) struct State(AtomicU32);
 /// Alone on its cache lines: it is read by many calls, and written when captures begin and end.
 #[derive(Default)]
 #[repr(align(128))]
-struct Followed {
+struct FollowedState {
     state: State,
     /// Copies are never removed, so the list can be walked without a lock, which a forked child could not take.
     first: OnceLock<&'static Follower>,
@@ -67,7 +67,7 @@ struct Follower {
     next: OnceLock<&'static Follower>,
 }
 
-static PROCESS: Followed = Followed {
+static PROCESS: FollowedState = FollowedState {
     state: State(AtomicU32::new(0)),
     first: OnceLock::new(),
     last: Mutex::new(None),
@@ -95,7 +95,7 @@ impl State {
     }
 }
 
-impl Followed {
+impl FollowedState {
     fn change(&self, set: u32, clear: u32) {
         self.state.change(set, clear);
         // Either the new follower is seen here, or it sees the change.
@@ -195,7 +195,7 @@ mod tests {
             [(CAPTURES, 0)].as_slice(),
             &[(RECORDS, 0), (CAPTURES, RECORDS)],
         ] {
-            let process: &Followed = leaked();
+            let process: &FollowedState = leaked();
             let copy: &State = leaked();
             process.change(TOOL, 0);
             let mut left = changes.iter();
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn copies_made_while_the_word_changes_follow_it() {
-        let process: &'static Followed = leaked();
+        let process: &'static FollowedState = leaked();
         let copies: Vec<&'static State> = std::thread::scope(|scope| {
             for bit in [CAPTURES, TOOL, RECORDS] {
                 scope.spawn(move || {

@@ -1,7 +1,7 @@
 //! Stream capture: which calls are allowed during a capture, and on which threads.
 
 use super::links::{Link, common, read_links};
-use super::{Capture, Graph, Shown, Task};
+use super::{Capture, Graph, QueryArrays, Task};
 use crate::driver::sys::*;
 use crate::sim::args::{In, Out};
 use crate::sim::call::{R, fail};
@@ -252,7 +252,7 @@ impl State {
         stream: CUstream,
         status: &Out<CUstreamCaptureStatus>,
         edges_wanted: bool,
-    ) -> R<Option<(u64, u64, &Shown)>> {
+    ) -> R<Option<(u64, u64, &QueryArrays)>> {
         let queue = self.queue(stream)?;
         self.refuse_implicit(queue)?;
         let (state, id, graph) = self.status(queue);
@@ -266,7 +266,7 @@ impl State {
             return fail(CUresult::CUDA_ERROR_LOSSY_QUERY);
         }
         status.set(state)?;
-        let shown = Shown {
+        let shown = QueryArrays {
             nodes: links.iter().map(|link| link.node).collect(),
             edges: links.iter().map(Link::data).collect(),
         };

@@ -149,12 +149,12 @@ pub(super) struct Capture {
     /// Each stream of the capture, with the dependencies of its next node.
     members: HashMap<u32, Vec<Link>>,
     /// The dependencies that a query returned for a stream, kept as long as the caller may read them.
-    shown: HashMap<u32, Shown>,
+    shown: HashMap<u32, QueryArrays>,
 }
 
 /// Arrays of the driver that a query hands out.
 #[derive(Default)]
-struct Shown {
+struct QueryArrays {
     nodes: Vec<u64>,
     edges: Vec<CUgraphEdgeData>,
 }

@@ -99,14 +99,14 @@ impl Random {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Made {
+pub(super) struct CreatedBlock {
     pub(super) id: usize,
     pub(super) bytes: u64,
     pub(super) stream: u32,
 }
 
 /// Creates the rows of a program, a few at a time.
-pub(super) trait Maker {
+pub(super) trait RowSource {
     fn make(&mut self, draft: &mut Draft) -> bool;
 }
 
@@ -142,8 +142,8 @@ pub(super) struct Draft {
 }
 
 impl Draft {
-    pub(super) fn allocate(&mut self, bytes: u64, stream: u32) -> Made {
-        let block = Made {
+    pub(super) fn allocate(&mut self, bytes: u64, stream: u32) -> CreatedBlock {
+        let block = CreatedBlock {
             id: self.blocks,
             bytes,
             stream,
@@ -155,26 +155,26 @@ impl Draft {
 
     pub(super) fn fail(&mut self, bytes: u64, stream: u32) {
         let id = 0;
-        self.push(Op::Oom, Made { id, bytes, stream }, Release::Never);
+        self.push(Op::Oom, CreatedBlock { id, bytes, stream }, Release::Never);
     }
 
-    pub(super) fn free(&mut self, block: Made) {
+    pub(super) fn free(&mut self, block: CreatedBlock) {
         self.push(Op::Free, block, Release::Here);
     }
 
     /// Frees a block that another stream still uses; returns the index of the row.
-    pub(super) fn free_late(&mut self, block: Made) -> usize {
+    pub(super) fn free_late(&mut self, block: CreatedBlock) -> usize {
         self.push(Op::Free, block, Release::Later);
         self.rows - 1
     }
 
     /// Frees a block whose last use completes `lag` rows later.
-    pub(super) fn free_until(&mut self, block: Made, rows: usize) {
+    pub(super) fn free_until(&mut self, block: CreatedBlock, rows: usize) {
         self.push(Op::Free, block, Release::At(self.rows + rows));
     }
 
     /// Ends the last use of a block, freed late at the row with this index if there is one.
-    pub(super) fn complete(&mut self, block: Made, late: Option<usize>) {
+    pub(super) fn complete(&mut self, block: CreatedBlock, late: Option<usize>) {
         // Rows that wait for this are still queued.
         let first = self.rows - self.ready.len();
         let waits = late.and_then(|row| row.checked_sub(first));
@@ -201,7 +201,7 @@ impl Draft {
         Some(ready)
     }
 
-    fn push(&mut self, op: Op, block: Made, release: Release) {
+    fn push(&mut self, op: Op, block: CreatedBlock, release: Release) {
         self.rows += 1;
         self.ready.push_back(Ready {
             row: Row {

@@ -1,6 +1,6 @@
 //! Few, very large blocks that never repeat.
 
-use super::draft::{Draft, Made, Maker, Program, Random};
+use super::draft::{CreatedBlock, Draft, Program, Random, RowSource};
 
 pub(super) const ROWS: usize = 12_000;
 const SMALLEST: u64 = 64 << 20;
@@ -11,7 +11,7 @@ const LIVE_MAX: usize = 12;
 
 pub(super) struct Large {
     random: Random,
-    live: Vec<Made>,
+    live: Vec<CreatedBlock>,
 }
 
 impl Large {
@@ -23,7 +23,7 @@ impl Large {
     }
 }
 
-impl Maker for Large {
+impl RowSource for Large {
     fn make(&mut self, draft: &mut Draft) -> bool {
         let live = self.live.len();
         let more = live <= LIVE_MIN || (live < LIVE_MAX && self.random.below(2) == 0);

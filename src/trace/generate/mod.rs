@@ -12,7 +12,7 @@ mod vary;
 
 use super::error::{TraceError, TraceFault};
 use super::format::{Op, Row, Trace};
-use draft::{Draft, Maker, Ready, Release};
+use draft::{Draft, Ready, Release, RowSource};
 use std::collections::BTreeSet;
 
 pub use draft::{Kind, Program};
@@ -21,10 +21,12 @@ impl Program {
     /// Returns the program's rows, one by one. The first m rows of a program of n rows are those of the program of m
     /// rows.
     pub fn rows(&self) -> Rows<'static> {
-        let (maker, usual): (Box<dyn Maker>, usize) = match self.kind {
+        let (maker, usual): (Box<dyn RowSource>, usize) = match self.kind {
             Kind::Large => (Box::new(large::Large::new(self)), large::ROWS),
             Kind::Sharded => (Box::new(sharded::Sharded::new(self)), usize::MAX),
-            Kind::Random | Kind::Churn => (Box::new(random::Wandering::new(self)), random::ROWS),
+            Kind::Random | Kind::Churn => {
+                (Box::new(random::RandomProgram::new(self)), random::ROWS)
+            }
         };
         Rows::new(maker, self.rows.unwrap_or(usual))
     }
@@ -61,7 +63,7 @@ pub fn vary_rows(trace: &Trace, copies: usize, percent: u8, seed: u64) -> Rows<'
 
 /// The rows of a program, generated on demand: memory use does not grow with their number.
 pub struct Rows<'a> {
-    maker: Box<dyn Maker + 'a>,
+    maker: Box<dyn RowSource + 'a>,
     draft: Draft,
     /// The maximum number of rows.
     end: usize,
@@ -74,7 +76,7 @@ pub struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    fn new(maker: Box<dyn Maker + 'a>, end: usize) -> Rows<'a> {
+    fn new(maker: Box<dyn RowSource + 'a>, end: usize) -> Rows<'a> {
         Rows {
             maker,
             draft: Draft::default(),

@@ -1,6 +1,6 @@
 //! Random blocks on random streams.
 
-use super::draft::{Draft, Kind, Made, Maker, Program, Random};
+use super::draft::{CreatedBlock, Draft, Kind, Program, Random, RowSource};
 
 pub(super) const ROWS: usize = 1_000_000;
 const SMALLEST: u64 = 512;
@@ -12,7 +12,7 @@ const LOW_PART: u64 = 32;
 /// The share of allocations, as a fraction, among the rows at which a block would fit, if memory is always full.
 const FULL: (u64, u64) = (3, 5);
 
-pub(super) struct Wandering {
+pub(super) struct RandomProgram {
     random: Random,
     streams: u64,
     /// The range of live bytes.
@@ -20,12 +20,12 @@ pub(super) struct Wandering {
     high: u64,
     /// The share of allocations, as a fraction, among the rows at which a block would fit.
     share: (u64, u64),
-    live: Vec<Made>,
+    live: Vec<CreatedBlock>,
     live_bytes: u64,
 }
 
-impl Wandering {
-    pub(super) fn new(program: &Program) -> Wandering {
+impl RandomProgram {
+    pub(super) fn new(program: &Program) -> RandomProgram {
         let mut random = Random::new(program.seed);
         let by_seed = 1 << random.below(4);
         let high = program.live.unwrap_or(LIVE).max(SMALLEST);
@@ -33,7 +33,7 @@ impl Wandering {
             Kind::Churn => (0, FULL),
             _ => (high / LOW_PART, (1, 2)),
         };
-        Wandering {
+        RandomProgram {
             random,
             streams: u64::from(program.streams.unwrap_or(by_seed).max(1)),
             low,
@@ -45,7 +45,7 @@ impl Wandering {
     }
 }
 
-impl Maker for Wandering {
+impl RowSource for RandomProgram {
     fn make(&mut self, draft: &mut Draft) -> bool {
         let bytes = self.random.log_uniform(SMALLEST, OCTAVES);
         let stream = self.random.below(self.streams) as u32;

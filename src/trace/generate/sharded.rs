@@ -1,6 +1,6 @@
 //! Training with sharded parameters, as one of the devices sees it.
 
-use super::draft::{Draft, Made, Maker, Program, Random};
+use super::draft::{CreatedBlock, Draft, Program, Random, RowSource};
 
 const COMPUTE: u32 = 0;
 const GATHER: u32 = 1;
@@ -20,7 +20,7 @@ const LATE: usize = 7;
 pub(super) struct Sharded {
     random: Random,
     model: Model,
-    late: Vec<Late>,
+    late: Vec<LateFree>,
     /// Steps still to take.
     steps: usize,
     started: bool,
@@ -34,10 +34,10 @@ struct Model {
 }
 
 /// A block freed by its owner that another stream still uses.
-struct Late {
+struct LateFree {
     /// Row from which the use is over.
     due: usize,
-    block: Made,
+    block: CreatedBlock,
     /// The row that freed it.
     freed: usize,
 }
@@ -45,25 +45,25 @@ struct Late {
 /// The draft, and the blocks that complete late.
 struct Writer<'a> {
     draft: &'a mut Draft,
-    late: &'a mut Vec<Late>,
+    late: &'a mut Vec<LateFree>,
 }
 
 impl Writer<'_> {
-    fn allocate(&mut self, bytes: u64, stream: u32) -> Made {
+    fn allocate(&mut self, bytes: u64, stream: u32) -> CreatedBlock {
         self.complete();
         self.draft.allocate(bytes, stream)
     }
 
-    fn free(&mut self, block: Made) {
+    fn free(&mut self, block: CreatedBlock) {
         self.complete();
         self.draft.free(block);
     }
 
     /// Frees a block that work of another stream was just submitted for.
-    fn free_late(&mut self, block: Made) {
+    fn free_late(&mut self, block: CreatedBlock) {
         self.complete();
         let freed = self.draft.free_late(block);
-        self.late.push(Late {
+        self.late.push(LateFree {
             due: self.draft.rows + LATE,
             block,
             freed,
@@ -105,7 +105,7 @@ impl Sharded {
     }
 }
 
-impl Maker for Sharded {
+impl RowSource for Sharded {
     fn make(&mut self, draft: &mut Draft) -> bool {
         let late = &mut self.late;
         let mut writer = Writer { draft, late };
@@ -129,7 +129,7 @@ impl Maker for Sharded {
 fn step(writer: &mut Writer<'_>, model: &Model, random: &mut Random) {
     // Batches differ in their number of tokens.
     let tokens = 64 * random.between(24, 160);
-    let mut saved: Vec<Vec<Made>> = Vec::new();
+    let mut saved: Vec<Vec<CreatedBlock>> = Vec::new();
     let mut next = Some(writer.allocate(model.layers[0] * PARAMETER, GATHER));
     for layer in 0..model.layers.len() {
         let gathered = next.take();
@@ -176,7 +176,7 @@ fn step(writer: &mut Writer<'_>, model: &Model, random: &mut Random) {
 }
 
 /// Runs one layer forward; returns the blocks kept for the backward pass.
-fn forward(writer: &mut Writer<'_>, model: &Model, tokens: u64) -> Vec<Made> {
+fn forward(writer: &mut Writer<'_>, model: &Model, tokens: u64) -> Vec<CreatedBlock> {
     let narrow = tokens * model.width * 2;
     let wide = tokens * model.hidden * 2;
     let norm = writer.allocate(narrow, COMPUTE);

@@ -1,6 +1,6 @@
 //! A program repeated with changed sizes.
 
-use super::draft::{Draft, Made, Maker, Random};
+use super::draft::{CreatedBlock, Draft, Random, RowSource};
 use crate::trace::format::{Op, Trace};
 
 pub(super) struct Varied<'a> {
@@ -12,7 +12,7 @@ pub(super) struct Varied<'a> {
     /// Index of the next row of the trace.
     row: usize,
     /// The blocks of this copy so far.
-    blocks: Vec<Made>,
+    blocks: Vec<CreatedBlock>,
 }
 
 impl Varied<'_> {
@@ -34,7 +34,7 @@ impl Varied<'_> {
     }
 }
 
-impl Maker for Varied<'_> {
+impl RowSource for Varied<'_> {
     fn make(&mut self, draft: &mut Draft) -> bool {
         if self.copies == 0 {
             return false;

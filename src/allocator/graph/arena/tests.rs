@@ -1,11 +1,11 @@
 use super::*;
-use crate::allocator::graph::plan::{Lacking, Means};
+use crate::allocator::graph::plan::{PlanFailure, PlanResources};
 use crate::allocator::size::PHYSICAL_GRANULE;
 
 const GRANULES: u32 = (PHYSICAL_GRANULE / GRANULE) as u32;
 
-fn means(views: bool) -> Means<'static> {
-    Means {
+fn means(views: bool) -> PlanResources<'static> {
+    PlanResources {
         room: 1 << 30,
         views,
         size: &|_| PHYSICAL_GRANULE,
@@ -107,12 +107,12 @@ fn a_plan_that_fails_leaves_all_as_it_was() {
         arena.sites.lowest(1),
     );
     assert_eq!(before, after);
-    let none = Means {
+    let none = PlanResources {
         room: 0,
         ..means(true)
     };
     let refused = arena.plan(fit(3 * GRANULES), &runs, &none).unwrap_err();
-    assert_eq!(refused, Lacking::Memory(PHYSICAL_GRANULE));
+    assert_eq!(refused, PlanFailure::Memory(PHYSICAL_GRANULE));
 }
 
 #[test]

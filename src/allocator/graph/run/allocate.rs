@@ -19,10 +19,10 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::Requester;
 use crate::allocator::graph::arena::Fit;
-use crate::allocator::graph::capture::{Capture, Present, Route};
+use crate::allocator::graph::capture::{Capture, CaptureStatus, Route};
 use crate::allocator::graph::commit;
 use crate::allocator::graph::few::Few;
-use crate::allocator::graph::plan::Lacking;
+use crate::allocator::graph::plan::PlanFailure;
 use crate::allocator::graph::scope::{Answer, ScopeQuery, as_predicate, is_in_predicate};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::request::Checked;
@@ -150,7 +150,7 @@ pub(crate) fn allocate(
 fn resolve(
     engine: &Engine,
     user: &User,
-    info: Option<&Present>,
+    info: Option<&CaptureStatus>,
 ) -> Result<Option<(u64, u64, u64)>, Error> {
     let asked = ScopeQuery {
         user,
@@ -228,13 +228,13 @@ fn obtain(
         drop(heap);
         let plan = match plan {
             Ok(plan) => plan,
-            Err(Lacking::Homes(bytes)) => {
+            Err(PlanFailure::Homes(bytes)) => {
                 let leased =
                     streams::lease_addresses(engine, pool, bytes, |arena| &mut arena.homes);
                 leased.map_err(|error| no_addresses_error(engine, &request, error))?;
                 continue;
             }
-            Err(Lacking::Sites(bytes)) => {
+            Err(PlanFailure::Sites(bytes)) => {
                 let leased =
                     streams::lease_addresses(engine, pool, bytes, |arena| &mut arena.sites);
                 if leased.is_err() {
@@ -243,10 +243,10 @@ fn obtain(
                 }
                 continue;
             }
-            Err(Lacking::Memory(bytes)) if made_room => {
+            Err(PlanFailure::Memory(bytes)) if made_room => {
                 return Err(no_room_error(engine, &request, bytes, refusal));
             }
-            Err(Lacking::Memory(bytes)) => {
+            Err(PlanFailure::Memory(bytes)) => {
                 (made_room, asked) = (true, false);
                 pools::make_room(engine, pool, bytes, refusal)?;
                 continue;

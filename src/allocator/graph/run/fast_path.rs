@@ -13,7 +13,7 @@ use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::arena::{Mark, Tag};
-use crate::allocator::graph::capture::Present;
+use crate::allocator::graph::capture::CaptureStatus;
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Graphs, Requester};
@@ -26,7 +26,7 @@ use crate::error::Error;
 pub(crate) fn allocate(
     engine: &Engine,
     named: &Named<'_>,
-    info: &Present,
+    info: &CaptureStatus,
     request: &Checked,
 ) -> Result<Option<Grant>, Error> {
     let device = |stream: &Stream| stream.context().device() == &engine.device;
@@ -76,7 +76,7 @@ pub(crate) fn free(
     engine: &Engine,
     (life, ptr): ((u32, u32), u64),
     (pool, user): (u64, &User),
-    info: &Present,
+    info: &CaptureStatus,
 ) -> Result<bool, Error> {
     if user.since != Some(info.id) {
         return Ok(false);

@@ -7,7 +7,7 @@ use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::Graphs;
 use crate::allocator::graph::addresses::Addresses;
 use crate::allocator::graph::arena::Arena;
-use crate::allocator::graph::capture::{Capture, Present};
+use crate::allocator::graph::capture::{Capture, CaptureStatus};
 use crate::allocator::graph::commit;
 use crate::allocator::graph::order::Edge;
 use crate::allocator::graph::user::User;
@@ -36,7 +36,7 @@ pub(crate) fn refuse_other_threads(
 }
 
 /// Returns the capture that a stream is in.
-pub(crate) fn capture_of(engine: &Engine, user: &User) -> Result<Option<Present>, Error> {
+pub(crate) fn capture_of(engine: &Engine, user: &User) -> Result<Option<CaptureStatus>, Error> {
     let raw: sys::CUstream = std::ptr::with_exposed_provenance_mut(user.raw);
     capture_of_named(engine, user.key, raw, user.stream.as_ref())
 }
@@ -47,7 +47,7 @@ pub(crate) fn capture_of_named(
     key: StreamKey,
     raw: sys::CUstream,
     stream: Option<&Stream>,
-) -> Result<Option<Present>, Error> {
+) -> Result<Option<CaptureStatus>, Error> {
     refuse_other_threads(engine, key, raw as usize)?;
     let context = stream.map_or(&engine.context, Stream::context);
     let current = match is_special(raw) {
@@ -70,7 +70,8 @@ pub(crate) fn capture_of_named(
         }
     };
     drop(current);
-    let present = asked.map(|asked| asked.map(|(id, graph, edges)| Present { id, graph, edges }));
+    let present =
+        asked.map(|asked| asked.map(|(id, graph, edges)| CaptureStatus { id, graph, edges }));
     present.map_err(|error| match is_of_capture(error.code()) {
         true => Error::Capturing {
             stream: raw as usize,
@@ -80,7 +81,7 @@ pub(crate) fn capture_of_named(
 }
 
 /// Makes the graph of a capture keep the pool's memory, before the capture receives or uses any.
-pub(crate) fn lease(engine: &Engine, info: &Present, pool: u64) -> Result<(), Error> {
+pub(crate) fn lease(engine: &Engine, info: &CaptureStatus, pool: u64) -> Result<(), Error> {
     if !engine.open()?.graphs.lacks_lease(info.id, pool) {
         return Ok(());
     }
@@ -139,7 +140,7 @@ pub(crate) fn lease_addresses(
 pub(crate) fn advance<T>(
     engine: &Engine,
     user: &User,
-    info: &Present,
+    info: &CaptureStatus,
     known: impl FnOnce(&Capture, usize) -> T,
 ) -> Result<T, Error> {
     let place = |graphs: &mut Graphs| Some(graphs.capture(info.id).place_of(user));
@@ -155,7 +156,7 @@ pub(crate) fn advance<T>(
 pub(crate) fn advance_from<T>(
     engine: &Engine,
     raw: usize,
-    info: &Present,
+    info: &CaptureStatus,
     place: impl FnOnce(&mut Graphs) -> Option<usize>,
     then: impl FnOnce(&mut Heap, u64, usize) -> T,
 ) -> Result<Option<T>, Error> {

@@ -11,7 +11,7 @@ use crate::sync::event::Pooled;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::arena::{NO_STREAM, Pending};
-use crate::allocator::graph::capture::{Capture, Present, Reached};
+use crate::allocator::graph::capture::{Capture, CaptureStatus, UsePoint};
 use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::Lease;
 use crate::allocator::graph::user::User;
@@ -21,7 +21,7 @@ use crate::error::Error;
 /// The last uses of a block by its users: nodes of captures, and events behind work outside captures.
 #[derive(Default)]
 struct LastUses {
-    captured: Few<Reached>,
+    captured: Few<UsePoint>,
     ends: Vec<(u64, Pooled)>,
     /// A user's stream may have been destroyed, so it was not queried.
     unqueried: bool,
@@ -120,7 +120,7 @@ fn last_use(
     engine: &Engine,
     pool: u64,
     user: &User,
-    asked: Option<Option<Present>>,
+    asked: Option<Option<CaptureStatus>>,
     uses: &mut LastUses,
 ) -> Result<(), Error> {
     if asked.is_none()
@@ -167,7 +167,7 @@ fn last_use(
         uses.in_graphs.push(lease);
         return Err(later);
     }
-    let reached = |capture: &Capture, stream| Reached {
+    let reached = |capture: &Capture, stream| UsePoint {
         capture: info.id,
         number: capture.number,
         seen: capture.order.seen(stream),
