@@ -397,13 +397,8 @@ pub struct DriverPoolConfig {
 
 impl DriverPoolConfig {
     /// No maximum, no initial memory, all unused memory kept, not exportable.
-    pub const fn new() -> Self {
-        DriverPoolConfig {
-            maximum: None,
-            initial: 0,
-            release_threshold: None,
-            exportable: false,
-        }
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// Sets the maximum number of bytes that the pool holds; `None` for no maximum.

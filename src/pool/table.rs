@@ -90,7 +90,7 @@ impl Table {
     }
 
     /// Counts a hit or a miss, and removes those of its hints that are no longer in free memory.
-    pub fn answered(&self, key: &Key, hit: bool, hints: &[sys::CUdeviceptr], free: &[u64]) {
+    pub fn update_hints(&self, key: &Key, hit: bool, hints: &[sys::CUdeviceptr], free: &[u64]) {
         let mut shard = self.shard(key).1.lock();
         let count = match hit {
             true => &mut shard.usage.hits,

@@ -246,7 +246,7 @@ impl Inner {
 
     /// A cached block at one of the hints, else a new one.
     #[inline(never)]
-    fn searched_or_new(
+    fn find_or_allocate(
         &self,
         request: &Request,
         live: Live,
@@ -258,8 +258,8 @@ impl Inner {
         let hints = self.table.hints(&live.key);
         let (found, free) = self.allocator.allocate_near(request, stream, &hints)?;
         let hit = found.is_some();
-        self.table.answered(&live.key, hit, &hints, &free);
-        self.may_wait(request);
+        self.table.update_hints(&live.key, hit, &hints, &free);
+        self.release_surplus(request);
         let grant = match found {
             Some(found) => found,
             None if request.cached_only => return Err(Error::NotCached),
@@ -271,7 +271,7 @@ impl Inner {
 
     /// Releases the memory above the cap, if the request may wait.
     #[inline]
-    fn may_wait(&self, request: &Request) {
+    fn release_surplus(&self, request: &Request) {
         if !request.cached_only {
             self.surplus.release(&self.allocator, true);
         }
@@ -286,10 +286,10 @@ unsafe impl MemoryResource for Inner {
         let retirements = self.allocator.engine().retirements();
         let (grant, note) = match self.hit(request, live, on) {
             Some(hit) => {
-                self.may_wait(request);
+                self.release_surplus(request);
                 hit
             }
-            None => self.searched_or_new(request, live, on)?,
+            None => self.find_or_allocate(request, live, on)?,
         };
         let from = (live.key.0, retirements);
         let mut block = named(self.allocator.engine(), &grant, request, from);

@@ -58,9 +58,8 @@ impl<R: MemoryResource> Budget<R> {
         }
     }
 
-    /// Creates a budget of live bytes: a block no longer counts once it is deallocated, even while its memory is still
-    /// pending below. Counts the blocks allocated through it from now on, exact to the byte, with its requests and
-    /// failures.
+    /// Creates a budget of live bytes: a block no longer counts once it is deallocated, even if its memory is pending
+    /// below. Counts the blocks allocated through it, exact to the byte, and its requests and failures.
     pub fn of_live(inner: R, limit: Option<u64>) -> Budget<R> {
         Budget {
             inner,
@@ -156,9 +155,8 @@ unsafe impl<R: MemoryResource> MemoryResource for Budget<R> {
         self.inner.deallocate_block(block)
     }
 
-    /// As the resource below, except for what the budget counts: the requested bytes that have not left it, without
-    /// those pending below, and the blocks allocated through it. The peak of the bytes includes pending ones. A budget
-    /// of live bytes also counts requests and failures.
+    /// As the resource below, with the budget's own counts of requested bytes (without pending ones, except in the
+    /// peak) and of blocks. A budget of live bytes also counts requests and failures.
     fn usage(&self) -> Result<Usage, Error> {
         let below = self.inner.usage()?;
         let own = self.meter.lock().usage;

@@ -15,7 +15,7 @@ use crate::locks::thread_id::ThreadId;
 
 use super::block::RawBlock;
 use super::traits::MemoryResource;
-use crate::block::Tag;
+use crate::block::{BlockId, Tag};
 use crate::clock::Clock;
 use crate::error::{Error, Refused};
 
@@ -269,18 +269,18 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         &self.inner
     }
 
-    /// A record without a block.
-    fn record(&self, action: LogAction, error: Option<&Error>) -> LogRecord {
+    /// A record of a block, if there is one, without bytes and tag.
+    fn record(&self, action: LogAction, id: Option<&BlockId>, error: Option<&Error>) -> LogRecord {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         LogRecord {
             order: NEXT.fetch_add(1, Ordering::Relaxed),
             action,
             device: self.inner.ordinal(),
-            stream: 0,
-            ptr: 0,
+            stream: id.map_or(0, BlockId::stream_id),
+            ptr: id.map_or(0, BlockId::ptr),
             bytes: 0,
             tag: Tag::default(),
-            generation: 0,
+            generation: id.map_or(0, BlockId::generation),
             thread: ThreadId::current().number(),
             time: self.clock.now(),
             error: error.map(Error::kind),
@@ -290,14 +290,12 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
 
     #[inline(never)]
     fn log_allocation(&self, result: &Result<RawBlock, Error>, request: &Request, stream: &Stream) {
-        let id = result.as_ref().map(RawBlock::id);
+        let id = result.as_ref().map(RawBlock::id).ok();
         self.write(&LogRecord {
             bytes: request.bytes() as u64,
             tag: request.tag,
             stream: stream.own_id(),
-            ptr: id.map_or(0, |id| id.ptr()),
-            generation: id.map_or(0, |id| id.generation()),
-            ..self.record(LogAction::Allocate, result.as_ref().err())
+            ..self.record(LogAction::Allocate, id.as_ref(), result.as_ref().err())
         });
     }
 
@@ -309,10 +307,7 @@ impl<R: MemoryResource, S: LogSink> Logging<R, S> {
         self.write(&LogRecord {
             bytes: id.bytes() as u64,
             tag,
-            stream: id.stream_id(),
-            ptr: id.ptr(),
-            generation: id.generation(),
-            ..self.record(LogAction::Deallocate, error)
+            ..self.record(LogAction::Deallocate, Some(&id), error)
         });
         result
     }
@@ -350,7 +345,7 @@ unsafe impl<R: MemoryResource, S: LogSink> MemoryResource for Logging<R, S> {
         if self.sink.is_enabled() {
             self.write(&LogRecord {
                 bytes: *result.as_ref().unwrap_or(&0),
-                ..self.record(LogAction::Reap, result.as_ref().err())
+                ..self.record(LogAction::Reap, None, result.as_ref().err())
             });
         }
         result
