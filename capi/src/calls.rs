@@ -190,7 +190,7 @@ mod tests {
     use std::sync::mpsc::channel;
 
     #[test]
-    fn a_wait_is_over_when_the_call_is() {
+    fn a_wait_ends_with_its_call() {
         if !barrier::prepare() {
             println!("SKIPPED: the system has no barrier for all threads");
             return;

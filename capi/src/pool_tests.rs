@@ -82,7 +82,7 @@ fn request(allocator: *mut cualloc_t) -> u64 {
 }
 
 #[test]
-fn numbers_of_scopes_are_never_used_again_and_are_of_one_pool() {
+fn scope_numbers_are_unique_and_belong_to_one_pool() {
     let _one = world();
     let (allocator, asked) = (allocator(), Asked::default());
     let (pool, other) = (pool_of(allocator), pool_of(allocator));
@@ -337,7 +337,7 @@ fn a_layer_above_learns_what_pytorch_does_for_a_capture_that_fails() {
 }
 
 #[test]
-fn pools_of_pytorch_go_with_their_last_release_and_failed_captures_with_their_abandonment() {
+fn pytorch_pools_end_with_their_last_release_and_failed_captures_when_abandoned() {
     let _one = world();
     shared_is_simulated();
     let asked = Asked::default();

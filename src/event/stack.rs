@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_of_this_crate_are_left_out_whatever_the_debug_information() {
+    fn functions_of_this_crate_are_omitted_with_any_debug_information() {
         let with_v0 = "
             std[e28293b1aa0f68bd]::backtrace_rs::backtrace::libunwind::trace | STD
             <std[e28293b1aa0f68bd]::backtrace::Backtrace>::force_capture | STD

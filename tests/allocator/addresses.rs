@@ -111,7 +111,7 @@ fn made(rig: &Rig, policy: Policy) -> Result<Allocator, Error> {
 
 /// What can be reserved decides when the allocator is made: later it would fail with most of the memory free.
 #[test]
-fn without_address_space_worth_it_the_policy_is_classic() {
+fn without_enough_address_space_the_policy_is_classic() {
     for longest in [0, 2 << 20, 64 << 20, (512 << 20) - 1] {
         for (space, longest) in [(u64::MAX, longest), (longest, u64::MAX)] {
             let rig = Rig::new(Policy::Auto, cramped(space, longest));

@@ -65,7 +65,7 @@ fn each(modes: &str, test: impl Fn(&Scene)) {
 }
 
 #[test]
-fn one_byte_behind_a_block_is_found_at_its_free_and_by_a_check() {
+fn a_write_past_a_block_is_found_at_its_free_and_by_a_check() {
     each("guard", |scene| {
         for (bytes, tag) in [
             (63, "small"),

@@ -39,7 +39,7 @@ fn packed(test: impl Fn(&Rig)) {
 }
 
 #[test]
-fn pairs_stay_with_their_cache_and_lie_where_they_lay() {
+fn pairs_reuse_their_cache_and_address() {
     packed(|rig| {
         let (allocator, [a]) = used_to_pairs(rig);
         assert!(pairs_stay(&allocator, &a));
@@ -376,7 +376,7 @@ fn layouts_do_not_depend_in_large_caches() {
 /// While a request waits for its memory, a relief hook gets a block that is expected to come again, as
 /// the request's own is: only the last one stays with its stream cache.
 #[test]
-fn r18_a_block_of_a_hook_does_not_hide_behind_the_one_that_it_helped() {
+fn r18_a_block_allocated_by_a_hook_is_counted() {
     packed(|rig| {
         let (allocator, [a]) = rig.scene_limit(30 * MIB);
         for bytes in [LARGE, 8 * MIB] {

@@ -93,7 +93,7 @@ fn s1_20_requested_bytes_follow_the_elements() {
 
 /// S1.21, S0.1
 #[test]
-fn s1_21_s0_1_no_elements_no_memory_no_call() {
+fn s1_21_s0_1_zero_elements_need_no_memory_and_no_call() {
     Rig::each(|rig, alloc, stream| {
         let (calls, stats) = (rig.driver.calls(), alloc.stats());
         let mut empty = DeviceBuffer::<f32>::zeroed(alloc, 0, stream).unwrap();

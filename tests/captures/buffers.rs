@@ -130,7 +130,7 @@ fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
 /// spoil: a block is freed behind that, and what cannot be put off is refused. The stream may be one of this crate's, a
 /// thread's own default stream, or another blocking stream that the allocator does not know.
 #[test]
-fn d4_no_end_of_a_memory_spoils_a_capture_of_another_stream() {
+fn d4_freeing_memory_invalidates_no_capture_of_another_stream() {
     each(|rig| {
         let raw = RawStream::blocking(rig);
         let (allocator, [home, other]) = rig.scene();

@@ -23,7 +23,7 @@ fn only_finding(allocator: &Allocator) -> Finding {
 }
 
 #[test]
-fn a_capture_is_left_alone_by_debug_modes_which_go_on_after_it() {
+fn debug_modes_pause_during_a_capture() {
     alone(|| {
         each(|rig| {
             let allocator = debugging(rig);

@@ -304,7 +304,7 @@ fn d5_want_of_memory_leaves_a_finding_alone() {
 
 /// D5: a new stream under the handle of an old one says nothing about that one's allocators later on.
 #[test]
-fn d5_a_finding_is_about_the_handle_as_it_is_now() {
+fn d5_a_finding_applies_to_the_present_stream_of_a_handle() {
     each_simulated(|rig, _| {
         let allocator = rig.allocator();
         let old = RawStream::new(rig);

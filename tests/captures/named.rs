@@ -12,7 +12,7 @@ fn is_capturing<T: std::fmt::Debug>(result: Result<T, Error>) {
 /// A6: no use is recorded on a stream that captures, owned or raw: what a graph uses is used at each of its
 /// launches, which come after the use that would be recorded.
 #[test]
-fn a6_no_use_is_recorded_on_a_stream_that_captures() {
+fn a6_no_use_is_recorded_on_a_capturing_stream() {
     let ids = ["cuStreamGetId", "cuCtxGetId"].map(String::from);
     for (policy, missing) in [
         (Policy::Packed, Vec::new()),

@@ -94,7 +94,7 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
 /// R2: our own memory that came back, went out again and cannot be waited for when it is dropped is freed by a
 /// later call, behind its last user.
 #[test]
-fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
+fn r2_returned_memory_is_freed_when_it_can_be_waited_for() {
     each_simulated(|rig, sim| {
         for call in ["cuCtxSynchronize", "cuCtxSetCurrent"] {
             let (allocator, [home, other]) = rig.scene();
@@ -129,7 +129,7 @@ fn r2_memory_that_came_back_is_freed_when_it_can_be_waited_for() {
 /// A full batch whose marker a capture kept away gets one when the capture is over and another stream asks for memory,
 /// without a call that names the stream, or another free on it.
 #[test]
-fn a_batch_that_a_capture_kept_from_its_marker_gets_it_afterwards() {
+fn a_batch_without_marker_due_to_a_capture_gets_it_after_the_capture() {
     each_simulated(|rig, _| {
         let (allocator, [own, user]) = rig.scene();
         let block = allocator.allocate(20 * MIB, &own).unwrap();

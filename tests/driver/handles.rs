@@ -81,7 +81,7 @@ fn entering_leaves_the_thread_as_it_was() {
 /// A call that reports an error may have been executed: the thread is as it was all the same.
 #[cfg(feature = "sim")]
 #[test]
-fn entering_in_vain_leaves_the_thread_as_it_was() {
+fn a_failed_enter_does_not_change_the_thread() {
     use cualloc::sim::{FailPlan, SimConfig, Simulator};
     let sim = Simulator::new(SimConfig::with_devices(2, 1 << 30)).unwrap();
     let driver = sim.driver().unwrap();

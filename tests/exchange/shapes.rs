@@ -364,7 +364,7 @@ fn s5_50_pinned_memory() {
 /// D4: what a thread imported on its own stream it gives back behind that stream alone, also while another one
 /// captures; another thread, which cannot name the stream, waits for the context.
 #[test]
-fn d4_a_thread_gives_back_what_it_imported_on_its_own_stream() {
+fn d4_a_thread_returns_its_import_on_its_own_stream() {
     each(|rig| {
         let (mine, other) = (Stream::per_thread(&rig.context), rig.stream());
         let deleted = AtomicU64::new(0);

@@ -202,7 +202,7 @@ fn r2_two_failing_calls_in_a_row_lose_nothing() {
 
 /// R2: a driver may execute a call and report an error all the same.
 #[test]
-fn r2_every_call_that_is_executed_and_fails_spoils_nothing() {
+fn r2_every_executed_and_failing_call_corrupts_nothing() {
     sweep_usual(1, true);
 }
 

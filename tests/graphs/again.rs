@@ -217,7 +217,7 @@ fn a_request_without_views_gets_memory_at_home() {
 
 /// Of two free runs that are as long as a request the lower one is given, not the one that was freed last.
 #[test]
-fn of_equal_runs_the_lowest_is_given() {
+fn the_lowest_of_equal_runs_is_chosen() {
     pooled(|rig, allocator, pool, [main]| {
         let _graph = capture(&pool, &main, || {
             let blocks = [4, 2, 4, 2].map(|mib| used(rig, &allocator, mib * MIB, &main));

@@ -242,7 +242,7 @@ fn a_pool_without_addresses_reports_that() {
 
 /// Two handles of 16 MiB would make a view of 32 MiB. There are addresses for 30 MiB, which the request has.
 #[test]
-fn where_a_view_has_no_addresses_a_pool_grows() {
+fn a_pool_grows_if_a_view_has_no_addresses() {
     with_512_mib_of_addresses(|rig| {
         let allocator = rig.checked_with("tune.handle=16M".parse().unwrap());
         let (pool, stream) = (allocator.graph_pool().unwrap(), rig.stream());

@@ -56,7 +56,7 @@ fn memory_of_forks_is_used_again_behind_their_joins() {
 }
 
 #[test]
-fn memory_of_a_branch_is_not_given_to_one_beside_it() {
+fn memory_of_a_branch_is_not_given_to_a_parallel_branch() {
     pooled(|rig, allocator, pool, [main, side]| {
         let graph = capture(&pool, &main, || {
             rig.stamp(used(rig, &allocator, MIB, &main).ptr(), MIB, 0, &main);

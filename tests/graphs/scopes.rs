@@ -17,7 +17,7 @@ fn without_a_scope_a_capture_is_refused() {
 }
 
 #[test]
-fn each_scope_sends_its_own_requests_to_its_pool() {
+fn each_scope_routes_its_requests_to_its_pool() {
     packed(|rig| {
         let allocator = rig.checked();
         let pools: [GraphPool; 5] = std::array::from_fn(|_| allocator.graph_pool().unwrap());

@@ -167,7 +167,7 @@ fn memory_that_a_failed_plan_had_is_free_when_the_capture_has_ended() {
 }
 
 #[test]
-fn a_stream_is_not_retired_under_a_free_that_touches_it() {
+fn a_retirement_waits_for_a_free_that_uses_the_stream() {
     with_interludes(|rig, sim, allocator, pool, []| {
         let raw = RawStream::new(rig);
         let _scope = pool.enter(Scope::Thread).unwrap();

@@ -115,7 +115,7 @@ impl Log {
 // ---- reuse inside a capture --------------------------------------------------------------------
 
 #[test]
-fn a_branch_gets_no_bytes_of_one_beside_it() {
+fn a_branch_gets_no_bytes_of_a_parallel_branch() {
     for joined in [true, false] {
         let mut log = Log::new();
         log.begin(0);
@@ -369,7 +369,7 @@ fn a_block_that_a_capture_recorded_or_freed_is_its_graphs() {
 }
 
 #[test]
-fn a_graph_made_by_hand_has_all_of_a_pool_that_it_retains() {
+fn a_graph_built_by_nodes_keeps_all_of_a_retained_pool() {
     let mut log = Log::new();
     log.layer(A, 0);
     log.0.graph(raw(GRAPH));
@@ -452,7 +452,7 @@ fn launches_of_one_executable_come_one_behind_another() {
 }
 
 #[test]
-fn memory_is_used_again_behind_a_launch_that_used_it() {
+fn memory_is_reused_behind_a_launch() {
     for (on, seen) in [(1, false), (2, false), (2, true)] {
         let mut log = Log::new();
         log.block(POOL, A, 0);
@@ -500,7 +500,7 @@ fn a_launch_writes_no_block_of_another_owner() {
 
 /// A pool came back to an earlier time.
 #[test]
-fn a_block_that_is_live_again_is_alone_and_a_graph_may_write_it() {
+fn a_revived_block_is_exclusive_and_writable_by_graphs() {
     let mut log = Log::new();
     log.graph();
     log.0.revived(1, A, MIB);

@@ -183,7 +183,7 @@ fn a_full_device_stays_packed() {
 /// Every single call that making an allocator consists of fails once: it is made, or not and says why,
 /// and nothing is left of it either way.
 #[test]
-fn nothing_is_left_of_a_trial_whichever_call_fails() {
+fn a_failing_trial_leaves_nothing_behind() {
     for policy in [Policy::Auto, Policy::Packed] {
         for code in [CODES[0], CUresult::CUDA_ERROR_OUT_OF_MEMORY] {
             for times in [1, 2] {
@@ -316,7 +316,7 @@ fn refusing_cards(functions: CuFunctions) -> CuFunctions {
 
 /// Memory that cannot be exported is better than none: packed, said once, and exports are refused.
 #[test]
-fn without_exports_where_the_driver_refuses_those_alone() {
+fn handles_are_not_exportable_if_only_exports_are_refused() {
     collect();
     for policy in [Policy::Auto, Policy::Packed] {
         for (install, exports) in [

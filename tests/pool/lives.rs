@@ -68,7 +68,7 @@ fn s2_10_streams_live_as_long_as_their_buffers() {
 
 /// S2.10: two objects may stand for one stream, and one of them may go while its buffers live.
 #[test]
-fn s2_10_buffers_keep_the_very_stream_they_were_taken_with() {
+fn s2_10_buffers_keep_their_stream_alive() {
     each(|rig| {
         let (pool, owned) = (pool_of(rig), rig.stream());
         drop(DeviceBuffer::<u32>::uninit(&pool, 256, &owned).unwrap());

@@ -94,7 +94,7 @@ fn s3_17_memory_is_ready_in_the_order_of_its_stream() {
 
 /// S3.17: an event from before the allocation does not make it usable.
 #[test]
-fn s3_17_an_older_event_does_not_do() {
+fn s3_17_an_older_event_does_not_suffice() {
     let Some((rig, [a, b])) = model() else { return };
     let sim = rig.sim().unwrap();
     sim.set_mode(Mode::Manual);

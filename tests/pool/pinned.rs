@@ -241,7 +241,7 @@ fn s4_19_s4_21_a_failed_mint_changes_nothing() {
 
 /// S4.22
 #[test]
-fn s4_22_only_what_was_written_is_seen() {
+fn s4_22_only_written_bytes_are_visible() {
     with_pool(SMALL, |rig, pool| {
         let buffer = pool.acquire::<u32>(1000).unwrap();
         let refused = buffer.write(&[0; 999]).unwrap_err();

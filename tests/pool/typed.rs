@@ -202,7 +202,7 @@ fn s2_6_a_return_may_name_the_next_stream() {
 
 /// S2.7, S2.13
 #[test]
-fn s2_7_s2_13_recorded_uses_are_over_when_the_stream_is() {
+fn s2_7_s2_13_recorded_uses_end_with_the_stream() {
     each(|rig| {
         let (pool, [a, b]) = (pool_of(rig), rig.streams());
         for how in 0..3 {

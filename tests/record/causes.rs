@@ -234,7 +234,7 @@ fn work_that_is_pending() {
 
 /// Work is the cause only where its end makes the request succeed.
 #[test]
-fn work_whose_end_does_not_help() {
+fn pending_work_that_does_not_help() {
     let _alone = alone();
     let rig = Rig::new(Policy::Packed, SimConfig::default());
     for others in [false, true] {

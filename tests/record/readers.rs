@@ -114,7 +114,7 @@ fn a_recording_is_read_to_its_end_or_to_the_given_limit() {
 /// A recording has streams without a number in its records as often as their handles are told, also more than 16 bits can
 /// number.
 #[test]
-fn each_of_many_streams_of_a_recording_is_one_of_its_trace() {
+fn every_stream_of_a_recording_appears_in_its_trace() {
     const STREAMS: u64 = (1 << 16) + 2;
     let (unnumbered, allocator) = (0xffff_u64 << 16, 3_u64 << 32);
     let records = (0..STREAMS).flat_map(|number| {

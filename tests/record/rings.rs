@@ -44,7 +44,7 @@ fn large_blocks_push_out_neither_devices_nor_streams_nor_memory() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn events_that_no_ring_of_a_file_is_left_for_are_counted() {
+fn events_without_a_ring_are_counted() {
     use cualloc::record::{Recorder, Recording, Target};
     use std::os::unix::fs::MetadataExt;
     const STREAMS: usize = 70;

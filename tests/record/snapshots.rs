@@ -68,7 +68,7 @@ fn failed_requests_of_a_snapshot_are_rows() {
 
 /// More streams than 16 bits can number.
 #[test]
-fn each_of_many_streams_of_a_snapshot_is_one_of_its_trace() {
+fn every_stream_of_a_snapshot_appears_in_its_trace() {
     const STREAMS: u64 = (1 << 16) + 2;
     let entry = |number: u64| {
         let (addr, stream) = (512 * (number + 1), 4096 + number);

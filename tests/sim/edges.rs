@@ -148,7 +148,7 @@ fn programmatic_edges_are_between_kernels() {
 
 /// A real driver tells the end of an object on a thread of its own.
 #[test]
-fn a_user_object_may_end_after_the_call_that_ended_it() {
+fn a_user_object_may_end_after_the_call_that_dropped_it() {
     let bench = with(SimConfig {
         late_destructors: true,
         ..SimConfig::with_devices(1, 1 << 30)

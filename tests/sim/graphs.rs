@@ -315,7 +315,7 @@ fn live_objects_are_counted() {
 
 /// A thousand graphs, one after the other, leave nothing behind and need no more queues than one.
 #[test]
-fn graphs_come_and_go() {
+fn graphs_are_created_and_destroyed() {
     let bench = bench();
     let memory = bench.alloc(4096);
     let own = stream(&bench);

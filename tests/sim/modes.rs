@@ -8,7 +8,7 @@ use std::ptr::null_mut;
 const NOT_READY: CUresult = CUresult::CUDA_ERROR_NOT_READY;
 
 #[test]
-fn lagging_work_completes_that_many_rows_later_and_markers_with_it() {
+fn lagging_work_and_markers_complete_the_given_rows_later() {
     let bench = bench();
     bench.sim.set_mode(Mode::Lag(2));
     let stream = bench.stream();
@@ -24,7 +24,7 @@ fn lagging_work_completes_that_many_rows_later_and_markers_with_it() {
 }
 
 #[test]
-fn lagging_work_stays_behind_what_it_waits_for() {
+fn lagging_work_completes_after_its_dependencies() {
     let bench = bench();
     bench.sim.set_mode(Mode::Lag(3));
     let (a, b) = (bench.stream(), bench.stream());
@@ -109,7 +109,7 @@ fn the_test_chooses_among_legal_orders_only() {
 }
 
 #[test]
-fn free_waits_for_running_work_where_it_is_to_and_unmap_does_not() {
+fn free_waits_for_running_work_if_configured_and_unmap_does_not() {
     let bench = with(SimConfig {
         strict_free: false,
         ..SimConfig::with_devices(1, 1 << 30)

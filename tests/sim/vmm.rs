@@ -32,7 +32,7 @@ fn a_handle_is_mapped_whole_and_once_per_address() {
 }
 
 #[test]
-fn parts_of_a_mapping_are_not_unmapped_several_whole_ones_are() {
+fn only_whole_mappings_are_unmapped() {
     let bench = bench();
     let at = bench.reserve(3 * GRANULE);
     let (_, big) = bench.create(2 * GRANULE);

@@ -119,7 +119,7 @@ fn peers_have_access_again() {
 
 /// N2: what grows, is stitched, goes and comes again is read by kernels of the peer at once.
 #[test]
-fn a_peer_reads_whatever_was_mapped_last() {
+fn a_peer_reads_the_last_mapping() {
     with_peer(|rig, peer| {
         let module = rig.words();
         let fill = module.function(c"cualloc_fill").unwrap();

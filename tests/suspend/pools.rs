@@ -218,7 +218,7 @@ fn an_unusable_pool_is_not_restored() {
 
 /// What is away of a released pool is given up by any call that looks; the books know that nothing is mapped.
 #[test]
-fn the_books_of_a_pool_that_is_given_up_while_it_is_away_agree() {
+fn figures_of_a_pool_released_while_suspended_agree() {
     pooled(|rig, allocator, pool, [stream]| {
         drop(block_in(&pool, &allocator, MIB, &stream));
         // Its memory waits for a stream that nobody has asked.
@@ -252,7 +252,7 @@ fn a_pool_of_another_allocator_is_refused() {
 }
 
 #[test]
-fn a_pool_counts_until_it_is_away() {
+fn a_pool_counts_until_it_is_suspended() {
     packed(|rig| {
         let (allocator, [stream]) = rig.scene_limit(16 * MIB);
         let pool = allocator.graph_pool().unwrap();

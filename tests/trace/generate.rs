@@ -134,7 +134,7 @@ fn random_programs_keep_to_their_bounds() {
 }
 
 #[test]
-fn sharded_programs_gather_and_reduce_on_streams_of_their_own() {
+fn sharded_programs_gather_and_reduce_on_separate_streams() {
     let trace = Program::new(Kind::Sharded, 1).trace("sharded").unwrap();
     assert_eq!(trace.streams(), [0, 1, 2]);
     let of = |stream: u16| {

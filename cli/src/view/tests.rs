@@ -174,7 +174,7 @@ fn contexts_beyond_the_largest_are_one() {
 }
 
 #[test]
-fn a_difference_adds_up_however_many_groups_there_are() {
+fn a_difference_adds_up_with_any_number_of_groups() {
     let of = |seed: u64| {
         let size = move |at: u64| 1 + (at * 7919 + seed) % 5000 * (1 + at % 3 * 1000);
         with_contexts((0..300 + seed).map(|at| (format!("c{}", at * (1 + seed)), size(at))))
@@ -221,7 +221,7 @@ fn recording_of_stacks(names: &[String]) -> Recording {
 }
 
 #[test]
-fn stacks_are_a_table_with_the_most_bytes_first_and_all_of_them_in_it() {
+fn stacks_are_listed_by_bytes_and_none_is_omitted() {
     let names: Vec<String> = (0..STACKS + 5)
         .map(|at| format!("main;holder{at}"))
         .collect();

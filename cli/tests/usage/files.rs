@@ -160,7 +160,7 @@ fn a_program_that_is_killed_leaves_the_old_file() {
 
 #[cfg(unix)]
 #[test]
-fn links_and_devices_stay_what_they_are() {
+fn links_and_devices_are_not_replaced() {
     use std::os::unix::fs::{PermissionsExt, symlink};
     let target = file("linked_to.csv", b"before");
     std::fs::set_permissions(&target, PermissionsExt::from_mode(0o640)).unwrap();

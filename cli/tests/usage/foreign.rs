@@ -47,7 +47,7 @@ fn two_gpus() -> Value {
 }
 
 #[test]
-fn of_several_gpus_one_is_shown_and_the_others_are_named() {
+fn one_of_several_gpus_is_shown_and_the_others_are_named() {
     let text = two_gpus().to_string();
     let note = "only GPU 0 is shown, which has the most rows; not shown: GPU 1 (2 rows, 1 failed request); \
                 --gpu N selects another one";

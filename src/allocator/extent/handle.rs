@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_touches_an_end_counts() {
+    fn only_memory_at_an_end_counts() {
         let mut handles = Handles::default();
         for n in 0..5 {
             handles.add(n * HANDLE, GRANULES);

@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_lengthen_only_the_span_that_ends_where_they_begin() {
+    fn addresses_extend_only_an_adjacent_span() {
         let mut addresses = Addresses::default();
         addresses.add(1 << 20, 512, false);
         addresses.add(3 << 20, 512, true);

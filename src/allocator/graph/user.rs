@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_have_the_users_that_are_one_of_them() {
+    fn name_sets_find_their_users() {
         let keys = [1, 2, 3].map(StreamKey::Id).into_iter();
         let keys = keys.chain([1, 2, 3].map(StreamKey::Handle));
         let users = keys.flat_map(|key| [1, 2, 3].map(|raw| User::new(key, raw, None, None)));

@@ -306,7 +306,7 @@ fn a_block_over_parts_of_several_streams_waits_for_each() -> Outcome {
 
 /// The mappings of a view are removed when all users of its blocks have completed, not only the last one.
 #[test]
-fn a_view_stays_until_all_that_used_it_are_done() -> Outcome {
+fn a_view_stays_until_all_its_users_are_done() -> Outcome {
     let rig = Rig::new(viewing(4))?;
     let [a, b] = rig.streams()?;
     let allocator = &rig.allocator;

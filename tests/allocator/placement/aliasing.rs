@@ -133,7 +133,7 @@ fn without_memory_for_the_test_views_are_built_anyway() {
 /// A copy whose end cannot be seen may write later on: by then another call's variables lie where those
 /// of the test lay.
 #[test]
-fn r2_the_test_copies_to_memory_that_it_can_leave_behind() {
+fn r2_the_test_copies_to_memory_that_it_may_leak() {
     only_simulated(Policy::Packed, |rig, sim| {
         sim.record_log(true);
         assert_eq!(rig.checked().test_views().unwrap(), SelfTest::Passed);

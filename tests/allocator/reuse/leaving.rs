@@ -298,7 +298,7 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
 /// The legacy stream is kept as the context is, also where it was only ever named by its handles: a marker may
 /// be recorded there at any time, so also for a batch that is not full and that nobody names.
 #[test]
-fn d12_the_legacy_stream_is_kept_by_whichever_handle_it_is_named() {
+fn d12_the_legacy_stream_is_kept_under_either_handle() {
     only(Policy::Packed, |rig| {
         for handle in [0, 1] {
             let (allocator, [other]) = rig.scene();

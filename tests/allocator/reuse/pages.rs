@@ -96,7 +96,7 @@ fn pages_in_use_stay_with_their_cache() {
 
 /// R61: of a stream cache that hands nothing out also the runs that it kept as they were go.
 #[test]
-fn r61_a_quiet_front_gives_all_that_it_has() {
+fn r61_an_idle_cache_gives_up_all_its_pages() {
     only(Policy::Packed, |rig| {
         let (allocator, [a, b]) = rig.scene();
         let small: Vec<_> = allocator.allocate_blocks(128, 512, &a);

@@ -51,7 +51,7 @@ fn s1_a_trim_leaves_segments_that_are_in_use() {
 
 /// S1: below a limit the host waits for the marker of a segment that has to go.
 #[test]
-fn s1_a_segment_is_waited_for_before_it_makes_room() {
+fn s1_a_segment_is_released_only_after_a_wait() {
     classic(|rig| {
         for same in [true, false] {
             let (allocator, [a, b]) = rig.scene_limit(SEGMENT + 8 * MIB);

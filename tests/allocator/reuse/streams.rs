@@ -255,7 +255,7 @@ fn ends_behind_the_free(
 
 /// What a free asks of its stream: under a debug mode about captures, and to wait for it.
 #[test]
-fn r24_the_end_of_a_stream_waits_for_a_free_that_calls_it() {
+fn r24_a_retirement_waits_for_a_free_that_uses_the_stream() {
     let close = |allocator: &Allocator, _: &Stream| allocator.close();
     ends_behind_the_free("cuEventRecord", Config::new(), close);
     ends_behind_the_free("cuEventRecord", Config::new(), Allocator::retire);

@@ -188,7 +188,7 @@ fn a_view_serves_another_stream_when_its_last_block_is_over() {
 /// Of runs that are equally long the lowest is taken, also if it is the stream's own and has work under way
 /// while the other one is complete.
 #[test]
-fn of_equal_runs_the_lowest_is_taken() {
+fn the_lowest_of_equal_runs_is_taken() {
     packed(|rig| {
         let (allocator, [a, b]) = rig.scene();
         let _other = allocator.allocate(100, &b).unwrap();

@@ -268,7 +268,7 @@ fn r2_one_failing_call_loses_nothing() {
 
 /// R2: a driver may execute a call and report an error all the same.
 #[test]
-fn r2_one_call_that_is_executed_and_fails_spoils_nothing() {
+fn r2_one_executed_and_failing_call_corrupts_nothing() {
     let executed = true;
     sweep(Mode::Manual, &Fault { executed, ..ONCE });
 }

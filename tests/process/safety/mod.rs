@@ -106,7 +106,7 @@ fn d2_no_block_bypasses_the_layer_that_tracks_its_uses() {
 
 /// D2: the same of small blocks, which their stream cache could take back at once.
 #[test]
-fn d2_small_blocks_do_not_go_past_it_either() {
+fn d2_small_blocks_do_not_bypass_it_either() {
     let world = World::new(Mode::Instant, false);
     let (stream, resource) = (world.stream(), AccessOrdered::new(world.allocator.clone()));
     drop(world.allocator.allocate(100, &stream).unwrap());
@@ -226,7 +226,7 @@ fn d10_an_operation_waits_for_one_on_another_thread() {
 
 /// D10: what is called while an operation is queued, such as a logger, may use the same memory.
 #[test]
-fn d10_an_operation_inside_another_one_does_not_wait_for_it() {
+fn d10_a_nested_operation_does_not_wait_for_the_outer_one() {
     let world = World::new(Mode::Lag(2), true);
     let (home, other) = (world.stream(), world.stream());
     let mut column = Tensor::zeroed(&world.allocator, DType::U32, &[100], &home).unwrap();

@@ -141,7 +141,7 @@ fn a_probe_frees_blocks_of_another_threads_stream() {
 
 /// What a hook or listener captured is dropped without a lock, whatever that does.
 #[test]
-fn hooks_may_own_what_they_look_after() {
+fn hooks_may_own_the_memory_they_free() {
     packed(|rig| {
         let allocator = rig.allocator();
         let stream = rig.stream();

@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_numbers_as_follow_each_other_are_found() {
+    fn consecutive_numbers_are_counted() {
         let known = caches::<ENTRIES>();
         for (key, (_, cache)) in (0..).zip(known) {
             assert!(is(find(key), cache));

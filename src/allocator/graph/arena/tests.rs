@@ -147,7 +147,7 @@ fn failed_releases_are_repeated() {
 }
 
 #[test]
-fn pieces_join_where_they_are_the_same_to_everybody() {
+fn pieces_with_equal_tags_merge() {
     let mut arena = arena();
     let whole = block(&mut arena, GRANULES, false);
     let half = |at: u64| Part {
