@@ -162,7 +162,7 @@ fn live(pool: &DriverPool) -> (u64, u64) {
 
 type Later = fn(&Rig, &DriverPool, &Stream);
 
-/// What frees a dropped block of a pool once that can be.
+/// The calls that free a dropped block of a pool as soon as possible.
 const LATER: [Later; 7] = [
     |_, pool, stream| drop(DeviceBuffer::<u8>::uninit(pool, MIB, stream).unwrap()),
     |_, pool, _| assert!(pool.trim(0).is_ok()),
@@ -197,7 +197,7 @@ fn d8_a_native_block_dropped_in_a_capture_is_freed_later() {
     });
 }
 
-/// What the driver says of a call that a capture forbids.
+/// The driver's errors for calls that a capture forbids.
 const CAPTURING: sys::CUresult = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 
 /// D8: one that the driver refuses to free is freed when it is willing, also after its pool's last handle.
@@ -239,7 +239,7 @@ fn d8_a_native_block_that_the_driver_refused_is_freed_later() {
     }
 }
 
-/// D8 D2: until a dropped block is freed it has the uses that it was told of.
+/// D8 D2: until a dropped block is freed it keeps its recorded uses.
 #[test]
 fn d8_a_native_block_that_is_freed_later_keeps_its_uses() {
     with_pool(|rig, sim, pool| {
@@ -282,7 +282,7 @@ fn d8_a_native_block_deallocated_in_a_capture_is_freed_later() {
     });
 }
 
-/// D4 D8: memory that came while somebody began to capture its stream is nobody's, and is freed after the capture.
+/// D4 D8: memory allocated while a capture of its stream began has no owner, and is freed after the capture.
 #[test]
 fn d8_native_memory_that_a_capture_came_between_is_freed_later() {
     with_pool(|rig, sim, pool| {
@@ -318,7 +318,7 @@ fn d8_a_native_block_of_another_threads_stream_waits_for_captures() {
         let block = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
         let stream = rig.stream();
         captured(rig, stream.raw(), || {
-            // Somebody asks.
+            // Another request needs the memory.
             assert!(stream.is_capturing().unwrap());
             drop(block);
             pool.trim(0).unwrap();
@@ -327,7 +327,7 @@ fn d8_a_native_block_of_another_threads_stream_waits_for_captures() {
         assert!(!stream.is_capturing().unwrap());
         pool.trim(0).unwrap();
         assert_eq!(live(pool).0, 0);
-        // Of a stream that nobody asked, but that the legacy stream orders itself with.
+        // On a stream that was not queried, but that the legacy stream is ordered with.
         let raw = RawStream::blocking(rig);
         let block = std::thread::scope(|scope| scope.spawn(allocate).join().unwrap());
         captured(rig, raw.raw(), || {

@@ -509,7 +509,7 @@ int32_t cualloc_last_code(void);
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is a live stream, or null, 1 or 2; `out` is null or writable.
  */
 int32_t cualloc_alloc(struct cualloc_t *allocator,
@@ -524,7 +524,7 @@ int32_t cualloc_alloc(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * As cualloc_alloc.
  */
 int32_t cualloc_alloc_aligned(struct cualloc_t *allocator,
@@ -543,7 +543,7 @@ int32_t cualloc_alloc_aligned(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * No work that uses the block is submitted to the device after this call.
  */
 int32_t cualloc_free(struct cualloc_t *allocator,
@@ -558,7 +558,7 @@ int32_t cualloc_free(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * As cualloc_free; `stream` is a live stream, or null, 1 or 2.
  */
 int32_t cualloc_free_on(struct cualloc_t *allocator,
@@ -576,7 +576,7 @@ int32_t cualloc_free_on(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is a live stream of any device, or null, 1 or 2.
  */
 int32_t cualloc_record_stream(struct cualloc_t *allocator,
@@ -594,7 +594,7 @@ int32_t cualloc_record_stream(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is a live stream, or null or 1, and lives until cualloc_retire_stream has succeeded for it or the allocator
  * is destroyed.
  */
@@ -612,7 +612,7 @@ int32_t cualloc_adopt_stream(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is a live stream, or null, 1 or 2.
  */
 int32_t cualloc_retire_stream(struct cualloc_t *allocator,
@@ -628,7 +628,7 @@ int32_t cualloc_retire_stream(struct cualloc_t *allocator,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is a live stream of the allocator's context, or null, 1 or 2.
  */
 int32_t cualloc_stream_synchronize(struct cualloc_t *allocator,
@@ -642,7 +642,7 @@ int32_t cualloc_stream_synchronize(struct cualloc_t *allocator,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `out` is null or writable.
  */
 int32_t cualloc_usable_size(struct cualloc_t *allocator,
@@ -658,7 +658,7 @@ int32_t cualloc_usable_size(struct cualloc_t *allocator,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `base` and `bytes` are null or writable.
  */
 int32_t cualloc_base(struct cualloc_t *allocator,
@@ -696,7 +696,7 @@ void cualloc_options_free(struct cualloc_options_t *options);
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `key` and `value` are null or zero-terminated.
  */
 int32_t cualloc_options_set(struct cualloc_options_t *options,
@@ -715,7 +715,7 @@ int32_t cualloc_options_set(struct cualloc_options_t *options,
  *
  * May be called from any thread. The current context does not matter and stays current.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `out` is null or writable.
  */
 int32_t cualloc_create(int32_t device,
@@ -732,7 +732,7 @@ int32_t cualloc_create(int32_t device,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `cu_context` is null or a live context of the driver; `out` is null or writable.
  */
 int32_t cualloc_create_in(void *cu_context,
@@ -778,7 +778,7 @@ int32_t cualloc_destroy(struct cualloc_t *allocator);
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `released` and `pending` are null or writable.
  */
 int32_t cualloc_trim(struct cualloc_t *allocator,
@@ -797,7 +797,7 @@ int32_t cualloc_trim(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `released` and `pending` are null or writable.
  */
 int32_t cualloc_empty_cache(struct cualloc_t *allocator,
@@ -825,7 +825,7 @@ int32_t cualloc_set_limit(struct cualloc_t *allocator,
  * May be called from any thread. In a forked child, and after the context was lost, the statistics are those of an
  * allocator without memory, or the last known ones.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `out` is null or points to a structure of `struct_size` bytes.
  */
 int32_t cualloc_stats(struct cualloc_t *allocator,
@@ -864,7 +864,7 @@ int32_t cualloc_check(struct cualloc_t *allocator);
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `out` is null or writable.
  */
 int32_t cualloc_pool_create(struct cualloc_t *allocator,
@@ -879,7 +879,7 @@ int32_t cualloc_pool_create(struct cualloc_t *allocator,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `tag` is null or zero-terminated; `out` is null or writable.
  */
 int32_t cualloc_pool_create_tagged(struct cualloc_t *allocator,
@@ -903,7 +903,7 @@ int32_t cualloc_pool_create_tagged(struct cualloc_t *allocator,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `which` is null or points to `struct_size` bytes. A stream in it is live, or null, 1 or 2, and is retired before it
  * is destroyed. The predicate and its data may be used from any thread until done is called. `scope` is null or
  * writable.
@@ -945,7 +945,7 @@ int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `out` is null or points to a structure of `struct_size` bytes.
  */
 int32_t cualloc_pool_footprint(struct cualloc_pool_t *pool,
@@ -960,7 +960,7 @@ int32_t cualloc_pool_footprint(struct cualloc_pool_t *pool,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `graph` is null or a live graph that no other thread uses during the call.
  */
 int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
@@ -977,7 +977,7 @@ int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
  *
  * May be called from any thread, with any current context. Calls in progress on other threads may be missed.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_start(const char *path);
@@ -992,7 +992,7 @@ int32_t cualloc_record_start(const char *path);
  *
  * May be called from any thread, with any current context. Calls in progress on other threads may be missed.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_start_with_stacks(const char *path,
@@ -1007,7 +1007,7 @@ int32_t cualloc_record_start_with_stacks(const char *path,
  *
  * May be called from any thread at any time.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `source` may be called from any thread, by several at the same time, as described at cualloc_stack_source_t.
  */
 void cualloc_set_stack_source(cualloc_stack_source_t source,
@@ -1023,7 +1023,7 @@ void cualloc_set_stack_source(cualloc_stack_source_t source,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_dump(const char *path);
@@ -1035,7 +1035,7 @@ int32_t cualloc_record_dump(const char *path);
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `path` is null or zero-terminated.
  */
 int32_t cualloc_record_snapshot(const char *path);
@@ -1051,7 +1051,7 @@ int32_t cualloc_record_snapshot(const char *path);
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `events` and `lost` are null or writable.
  */
 int32_t cualloc_record_stop(uint64_t *events,
@@ -1065,7 +1065,7 @@ int32_t cualloc_record_stop(uint64_t *events,
  *
  * May be called from any thread at any time; takes a lock.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `name` is null or zero-terminated.
  */
 uint32_t cualloc_context(const char *name);
@@ -1100,7 +1100,7 @@ int32_t cualloc_shared_options(const struct cualloc_options_t *options);
  *
  * May be called from any thread. The current context does not matter and stays current.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `out` is null or writable.
  */
 int32_t cualloc_shared(int32_t device,
@@ -1128,7 +1128,7 @@ struct cualloc_t *cualloc_shared_made(int32_t device);
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Contents that are not kept
  * are not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
  * null or writable.
@@ -1150,7 +1150,7 @@ int32_t cualloc_suspend(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is null or writable.
  */
 int32_t cualloc_resume(struct cualloc_t *allocator,
@@ -1168,7 +1168,7 @@ int32_t cualloc_resume(struct cualloc_t *allocator,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * As cualloc_alloc.
  */
 void *cualloc_torch_alloc(size_t bytes,
@@ -1182,7 +1182,7 @@ void *cualloc_torch_alloc(size_t bytes,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * As cualloc_free.
  */
 void cualloc_torch_free(void *ptr,
@@ -1222,7 +1222,7 @@ int32_t cualloc_torch_fraction(double fraction,
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `bytes` is null or writable.
  */
 void *cualloc_torch_base(void *ptr,
@@ -1236,7 +1236,7 @@ void *cualloc_torch_base(void *ptr,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * As cualloc_record_stream.
  */
 int32_t cualloc_torch_record_stream(void *ptr,
@@ -1252,7 +1252,7 @@ int32_t cualloc_torch_record_stream(void *ptr,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * As cualloc_pool_enter.
  */
 int32_t cualloc_torch_pool_begin(int32_t device,
@@ -1306,7 +1306,7 @@ uint64_t cualloc_torch_pool_newest(void);
  *
  * May be called from any thread.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `device` and `id` are null or writable.
  */
 int32_t cualloc_torch_pool_name(uint64_t number,
@@ -1320,7 +1320,7 @@ int32_t cualloc_torch_pool_name(uint64_t number,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is null or a live stream.
  */
 int32_t cualloc_torch_pool_state(uint64_t number,
@@ -1336,7 +1336,7 @@ int32_t cualloc_torch_pool_state(uint64_t number,
  *
  * May be called from any thread, with any current context.
  *
- * What the caller answers for:
+ * The caller guarantees:
  * `stream` is null or a live stream.
  */
 int32_t cualloc_torch_pool_abandon(uint64_t number,

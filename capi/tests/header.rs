@@ -33,7 +33,7 @@ fn written() -> String {
     bindings.write(&mut text);
     let text = String::from_utf8(text).unwrap();
     // A heading of Rust's documentation.
-    text.replace(" * # Safety\n", " * What the caller answers for:\n")
+    text.replace(" * # Safety\n", " * The caller guarantees:\n")
 }
 
 #[test]

@@ -239,7 +239,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
         memory.same_device(stream)?;
         let (from, bytes) = (self.ptr, self.byte_len());
         let operation = |entered: &Entered<'_>| {
-            // SAFETY: the part lies in the memory; the caller vouches for the target.
+            // SAFETY: the part lies in the memory; the caller is responsible for the target.
             unsafe {
                 entered.copy_device_to_host(target.as_mut_ptr().cast(), from, bytes, stream.raw())
             }
@@ -402,7 +402,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         memory.same_device(stream)?;
         let (to, bytes) = (self.part.ptr, self.byte_len());
         let operation = |entered: &Entered<'_>| {
-            // SAFETY: the part lies in the memory; the caller vouches for the source.
+            // SAFETY: the part lies in the memory; the caller is responsible for the source.
             unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
         };
         started(stream, memory, submit(stream, &[memory], operation))

@@ -145,7 +145,7 @@ impl Stream {
         let has_nodes = !graph.nodes()?.is_empty();
         let (nodes, edges) = Dependency::apart(dependencies);
         // SAFETY: the handles are valid by the contracts under which they were made, both arrays have the same length,
-        // and the caller vouches for the nodes.
+        // and the caller is responsible for the nodes.
         self.begin(|driver| unsafe {
             driver.begin_capture_to(self.raw(), graph.raw(), &nodes, &edges, mode)
         })?;
@@ -321,7 +321,7 @@ impl Driver {
     ) -> Result<Option<(u64, sys::CUgraph, D)>, DriverError> {
         let asked = self.found().newest();
         let with_edges = self.has(Feature::EdgeData);
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller is responsible for the stream.
         let (status, id, graph, nodes, edges, count) = unsafe {
             match with_edges {
                 true => self.capture_v3(stream),
@@ -388,7 +388,7 @@ impl Driver {
             true => Flags::CU_STREAM_ADD_CAPTURE_DEPENDENCIES,
             false => Flags::CU_STREAM_SET_CAPTURE_DEPENDENCIES,
         };
-        // SAFETY: the arrays have the stated length, and the caller vouches for stream and nodes.
+        // SAFETY: the arrays have the stated length, and the caller is responsible for stream and nodes.
         unsafe { self.update_dependencies(stream, list, data, dependencies.len(), flags.0) }
     }
 }

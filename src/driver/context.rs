@@ -160,7 +160,7 @@ impl Context {
         if raw.is_null() {
             return Ok(None);
         }
-        // SAFETY: a current context is alive, and the caller vouches for its further life.
+        // SAFETY: a current context is alive, and the caller keeps it alive.
         unsafe { Context::from_raw(driver, raw) }.map(Some)
     }
 

@@ -163,7 +163,7 @@ impl Graph {
         &mut self,
         after: &[sys::CUgraphNode],
     ) -> Result<sys::CUgraphNode, DriverError> {
-        // SAFETY: the caller vouches for the nodes.
+        // SAFETY: the caller is responsible for the nodes.
         unsafe { self.context.enter()?.add_empty(self.raw, after) }
     }
 
@@ -246,7 +246,7 @@ impl Driver {
         let mut edges = [sys::CUgraphEdgeData::default(); FEW];
         let mut count = FEW;
         let (to, data) = (nodes.as_mut_ptr(), edges.as_mut_ptr());
-        // SAFETY: the arrays have the stated length, and the caller vouches for the node.
+        // SAFETY: the arrays have the stated length, and the caller is responsible for the node.
         unsafe { self.read_dependencies(node, to, data, &mut count) }?;
         let joined = |(node, edge): (&sys::CUgraphNode, &sys::CUgraphEdgeData)| {
             each(Dependency {
@@ -339,10 +339,10 @@ impl Entered<'_> {
         destroy: unsafe extern "C" fn(*mut c_void),
         data: *mut c_void,
     ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for function and data.
+        // SAFETY: the caller is responsible for function and data.
         let object = unsafe { self.create_object(destroy, data) }?;
         let flags = sys::CU_GRAPH_USER_OBJECT_MOVE;
-        // SAFETY: the object was just created with one reference; the caller vouches for the graph.
+        // SAFETY: the object was just created with one reference; the caller is responsible for the graph.
         unsafe { self.driver().retain_object(graph, object, flags) }
     }
 }

@@ -53,7 +53,7 @@ impl GraphExec {
         let entered = stream.context().enter()?;
         let driver = entered.driver();
         driver.refuse_foreign(self.context.driver(), "cuGraphLaunch")?;
-        // SAFETY: the handles are alive, and the caller vouches for the memory.
+        // SAFETY: the handles are alive, and the caller is responsible for the memory.
         unsafe { call!(driver, cuGraphLaunch(self.raw, stream.raw())) }
     }
 

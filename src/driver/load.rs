@@ -91,7 +91,7 @@ impl Driver {
             process_wide: false,
             ground: None,
         };
-        // SAFETY: the caller vouches for the library, which is never closed.
+        // SAFETY: the caller is responsible for the library, which is never closed.
         unsafe { Driver::start(opened.functions, origin) }
     }
 }

@@ -130,7 +130,7 @@ impl Entered<'_> {
         {
             return Err(lost);
         }
-        // SAFETY: the caller vouches for the address.
+        // SAFETY: the caller is responsible for the address.
         let freed = unsafe { call!(self.driver(), cuMemFree_v2(address)) };
         let Some(error) = freed.err().filter(|error| !error.is_fatal()) else {
             return freed;
@@ -217,8 +217,8 @@ impl Entered<'_> {
         stream: CUstream,
     ) -> Result<Vec<u32>, DriverError> {
         let (to, bytes) = (read.as_mut_ptr().cast(), size_of_val(&read[..]));
-        // SAFETY: the caller vouches for the source and the stream. The target has enough bytes and is kept until the
-        // stream was waited for, even if the copy failed: its error may come from earlier work.
+        // SAFETY: the caller is responsible for the source and the stream. The target has enough bytes and is kept
+        // until the stream was waited for, even if the copy failed: its error may come from earlier work.
         let (copied, waited) = unsafe {
             (
                 self.copy_device_to_host(to, from, bytes, stream),

@@ -53,7 +53,7 @@ impl Module {
     /// # Safety
     /// `image` must be complete and well-formed: the driver does not get its size.
     pub unsafe fn from_image(context: &Context, image: &[u8]) -> Result<Module, DriverError> {
-        // SAFETY: the caller vouches for the image.
+        // SAFETY: the caller is responsible for the image.
         unsafe { Module::load(&context.enter()?, image.as_ptr().cast()) }
     }
 
@@ -61,7 +61,7 @@ impl Module {
     /// `image` must point to a complete and well-formed image.
     unsafe fn load(entered: &Entered<'_>, image: *const c_void) -> Result<Module, DriverError> {
         let mut raw = ptr::null_mut();
-        // SAFETY: the output is a local, and the caller vouches for the image.
+        // SAFETY: the output is a local, and the caller is responsible for the image.
         unsafe { call!(entered.driver(), cuModuleLoadData(&mut raw, image)) }?;
         Ok(Module(Arc::new(Inner {
             context: entered.context().clone(),
@@ -149,7 +149,7 @@ impl Function {
             .collect();
         let entered = stream.context().enter()?;
         // SAFETY: the stream is alive, each pointer refers to a parameter's value, which the driver only reads, and the
-        // caller vouches for the rest.
+        // caller is responsible for the rest.
         unsafe { entered.launch(self, grid, block, shared_bytes, stream.raw(), &mut list) }
     }
 }

@@ -38,7 +38,7 @@ impl Entered<'_> {
         handle: CUmemGenericAllocationHandle,
     ) -> Result<OwnedFd, DriverError> {
         let driver = self.driver();
-        // SAFETY: for this kind the driver opens a descriptor and writes it; the caller vouches for the handle.
+        // SAFETY: for this kind the driver opens a descriptor and writes it; the caller is responsible for the handle.
         unsafe {
             opened("cuMemExportToShareableHandle", |out| {
                 call!(

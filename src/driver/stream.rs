@@ -134,7 +134,7 @@ impl Stream {
             _ => StreamKind::Borrowed,
         };
         let id = match kind {
-            // SAFETY: the caller vouches for the stream.
+            // SAFETY: the caller is responsible for the stream.
             StreamKind::Borrowed => unsafe { id_of(context, raw) }?,
             StreamKind::PerThreadDefault => NO_ID,
             _ => context.legacy_id(),
@@ -156,7 +156,7 @@ impl Stream {
         owner: impl Send + Sync + 'static,
     ) -> Result<Stream, DriverError> {
         let owner: Owner = Some(Box::new(owner));
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller is responsible for the stream.
         let id = unsafe { id_of(context, raw) }?;
         Ok(Stream::of(context, raw, (StreamKind::Owned, id), owner))
     }
@@ -340,7 +340,7 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), DriverError> {
         let entered = self.0.context.enter()?;
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller is responsible for the memory.
         unsafe { entered.memset_d8(to, value, bytes, self.0.raw) }
     }
 
@@ -359,7 +359,7 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), DriverError> {
         let entered = self.0.context.enter()?;
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller is responsible for the memory.
         unsafe { entered.copy(to, from, bytes, self.0.raw) }
     }
 }
@@ -409,7 +409,7 @@ impl Entered<'_> {
     /// # Safety
     /// As for [`Entered::record`].
     pub(crate) unsafe fn is_idle(&self, stream: sys::CUstream) -> Result<bool, DriverError> {
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller is responsible for the stream.
         match unsafe { call!(self.driver(), cuStreamQuery(stream)) } {
             Ok(()) => Ok(true),
             Err(error) if error.is_not_ready() => Ok(false),
@@ -430,7 +430,7 @@ impl Driver {
             return Ok(None);
         }
         // Drivers reject a query for the id of a capturing stream and invalidate the capture.
-        // SAFETY: the caller vouches for the stream.
+        // SAFETY: the caller is responsible for the stream.
         if unsafe { self.is_capturing(stream) }? {
             let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             return Err(DriverError::new("cuStreamGetId", code));
@@ -460,7 +460,7 @@ impl Driver {
     #[inline(always)]
     unsafe fn known_id(&self, stream: sys::CUstream) -> Result<Option<u64>, DriverError> {
         let mut id = 0;
-        // SAFETY: the caller vouches for the stream; the pointer is to a local integer.
+        // SAFETY: the caller is responsible for the stream; the pointer is to a local integer.
         unsafe { call!(uncounted self, cuStreamGetId(stream, &mut id)) }?;
         Ok(Some(id))
     }
@@ -487,7 +487,7 @@ impl Driver {
         }
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let asked = self.found().newest();
-        // SAFETY: the caller vouches for the stream; the pointer is to a local.
+        // SAFETY: the caller is responsible for the stream; the pointer is to a local.
         match unsafe { ask(stream, &mut status) } {
             sys::CUresult::CUDA_SUCCESS => {
                 let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -531,7 +531,7 @@ impl Driver {
 /// # Safety
 /// `raw` must be a live stream of `context`.
 unsafe fn id_of(context: &Context, raw: sys::CUstream) -> Result<u64, DriverError> {
-    // SAFETY: the caller vouches for the stream.
+    // SAFETY: the caller is responsible for the stream.
     Ok(unsafe { context.driver().stream_id(raw) }?.unwrap_or_else(next_substitute))
 }
 

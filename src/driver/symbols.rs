@@ -52,7 +52,7 @@ macro_rules! symbols {
             let mut functions = sys::CuFunctions::default();
             let mut missing = None;
             $(
-                // SAFETY: the caller vouches for the type of what the name stands for.
+                // SAFETY: the caller guarantees the type of the symbol.
                 match unsafe { library.get(concat!(stringify!($required), "\0")) } {
                     Ok(symbol) => functions.$required = *symbol,
                     Err(error) if missing.is_none() => {
@@ -62,7 +62,7 @@ macro_rules! symbols {
                 }
             )*
             $($(
-                // SAFETY: the caller vouches for the type of what the name stands for.
+                // SAFETY: the caller guarantees the type of the symbol.
                 if let Ok(symbol) = unsafe { library.get(concat!(stringify!($optional), "\0")) } {
                     functions.$optional = *symbol;
                 }

@@ -54,7 +54,7 @@ macro_rules! thin {
             // SAFETY: the driver writes numbers, addresses, handles and structures of these, all of which may be zero.
             $(let mut $out: $of = unsafe { std::mem::zeroed() };)?
             // SAFETY: outputs are locals. Where the driver requires valid memory, handles or streams, the method is
-            // unsafe and its caller vouches for them; the driver checks the rest.
+            // unsafe and its caller is responsible for them; the driver checks the rest.
             unsafe { call!($this.driver(), $call($($pass),*)) }?;
             Ok(thin!(@last () $(, ($out))? $(, ($value))?))
         }
@@ -130,7 +130,7 @@ impl Driver {
             process_wide: false,
             ground: None,
         };
-        // SAFETY: the caller vouches for the functions.
+        // SAFETY: the caller is responsible for the functions.
         unsafe { Driver::start(functions, origin) }
     }
 
@@ -148,7 +148,7 @@ impl Driver {
             process_wide: false,
             ground: Some(ground),
         };
-        // SAFETY: the caller vouches for the functions.
+        // SAFETY: the caller is responsible for the functions.
         unsafe { Driver::start(functions, origin) }
     }
 

@@ -150,7 +150,7 @@ impl Entered<'_> {
         &self,
         handle: CUmemGenericAllocationHandle,
     ) -> Result<(), DriverError> {
-        // SAFETY: the caller vouches for the handle.
+        // SAFETY: the caller is responsible for the handle.
         let released = unsafe { call!(self.driver(), cuMemRelease(handle)) };
         match released {
             Ok(()) => self.driver().add_handle_op(),

@@ -125,7 +125,7 @@ impl Tool {
     }
 
     fn open(path: &OsString) -> Result<Option<Tool>, libloading::Error> {
-        // SAFETY: whoever set the variable vouches for the library, as for any program with NVTX in it.
+        // SAFETY: the user who set the variable is responsible for the library, as for any program with NVTX in it.
         let library = unsafe { Library::new(path) }?;
         // SAFETY: NVTX says what the functions of these names are.
         let core =

@@ -37,7 +37,7 @@ fn run_late(run: impl FnOnce() + Send + 'static) {
 impl Callback {
     pub(super) fn run(self) {
         if let Some(function) = self.function {
-            // SAFETY: whoever passed the function to the driver vouches that it may be called with
+            // SAFETY: the caller that passed the function to the driver guarantees that it may be called with
             // this argument.
             let run = move || unsafe { function(self.data as *mut std::ffi::c_void) };
             match (self.alone, self.late) {

@@ -25,7 +25,7 @@ macro_rules! table {
                                 &[$((stringify!($arg), &$arg)),*];
                             slots::summary(list)
                         },
-                        // SAFETY: the caller of the driver function vouches for its pointers.
+                        // SAFETY: the caller of the driver function is responsible for its pointers.
                         |state| state.$name($(unsafe { arg($arg) }),*),
                     )
                 }

@@ -109,7 +109,7 @@ fn made(rig: &Rig, policy: Policy) -> Result<Allocator, Error> {
     Allocator::with_config(&rig.context, Config::new().policy(policy))
 }
 
-/// What can be reserved decides when the allocator is made: later it would fail with most of the memory free.
+/// The reservable address space is checked at creation: later, requests would fail with most of the memory free.
 #[test]
 fn without_enough_address_space_the_policy_is_classic() {
     for longest in [0, 2 << 20, 64 << 20, (512 << 20) - 1] {

@@ -21,7 +21,7 @@ fn s1_15_figures_of_the_carving_core() {
     let stats = carver.stats();
     assert_eq!((stats.allocated, stats.peak), (4096, 5120));
     assert_eq!((stats.blocks, stats.free_blocks), (3, 2));
-    // What waits for a stream is cached, and cannot be found.
+    // A block pending on a stream is cached, and cannot be found.
     carver.record(second.address, 2).unwrap();
     carver.give_back(second.address).unwrap();
     let stats = carver.stats();

@@ -415,7 +415,7 @@ fn s1_17_empty_cache_releases_free_memory() {
         assert!(trimmed.released >= 54 * MIB as u64, "{trimmed:?}");
         assert_eq!(before - trimmed.released, stats.all.reserved.current);
         assert!(stats.all.reserved.current >= stats.all.allocated.current);
-        // What remains is memory in which something is live.
+        // The remaining memory contains live blocks.
         let expected = if rig.packed() { 2 + 2 } else { 20 + 2 };
         assert_eq!(stats.all.reserved.current, (expected * MIB) as u64);
         for segment in allocator.snapshot() {

@@ -66,7 +66,10 @@ impl Gate {
         let waited = self
             .moved
             .wait_timeout_while(inside, FOR_EVER, |inside| !inside.occupied);
-        assert!(!waited.unwrap().1.timed_out(), "nobody called the function");
+        assert!(
+            !waited.unwrap().1.timed_out(),
+            "the function was not called"
+        );
     }
 
     /// Lets the call go on; it must have waited until now.
@@ -74,7 +77,7 @@ impl Gate {
         let mut inside = self.inner.lock().unwrap();
         inside.closed = false;
         self.moved.notify_all();
-        assert!(!inside.gave_up, "somebody waited for the call");
+        assert!(!inside.gave_up, "another thread waited for the call");
     }
 }
 
@@ -182,7 +185,8 @@ fn uses_recorded_concurrently_are_both_kept() {
             };
             thread::scope(|scope| {
                 scope.spawn(|| {
-                    // From here on the thread knows the stream's cache, and notes its uses there, beside the heap's lock.
+                    // From here on the thread knows the stream's cache, and notes its uses there, beside the heap's
+                    // lock.
                     drop(allocator.allocate(KIB, &one).unwrap());
                     for (at, block) in blocks.iter().enumerate() {
                         together(at + 1);
@@ -210,7 +214,7 @@ fn r34_figures_agree_beside_batches_of_frees() {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(BATCH, &a).unwrap());
         drop(allocator.allocate(BATCH, &b).unwrap());
-        // Batches begun to be freed. Without a pause the looks would hardly let go of the heap.
+        // Batches begun to be freed. Without a pause the loop would rarely release the heap's lock.
         let begun = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             let worker = scope.spawn(|| {

@@ -35,7 +35,7 @@ impl Scene {
         unsafe { stream.memset(at, 7, bytes) }.unwrap();
     }
 
-    /// What was found when the allocator is closed, at which the simulator had nothing to report.
+    /// The findings when the allocator is closed; the simulator had no reports.
     fn close(&self) -> Vec<Finding> {
         self.allocator.close().unwrap();
         assert_eq!(self.simulator.reports(), []);
@@ -320,7 +320,7 @@ fn memory_is_not_reused_under_a_fill_or_read_that_may_still_be_queued() {
     }
 }
 
-/// What was not checked is counted, for frees as for blocks that leave the quarantine.
+/// Unchecked blocks are counted, at frees and when they leave the quarantine.
 #[test]
 fn blocks_that_cannot_be_checked_are_counted() {
     each("quarantine:1M", |scene| {
@@ -338,7 +338,8 @@ fn blocks_that_cannot_be_checked_are_counted() {
     });
 }
 
-/// A question about a block's stream that fails leaves the block live, and its stream may be retired and destroyed then.
+/// A question about a block's stream that fails leaves the block live, and its stream may be retired and destroyed
+/// then.
 #[test]
 fn a_free_that_fails_keeps_no_handle_of_its_stream() {
     each_simulated(|rig, sim| {
@@ -430,7 +431,7 @@ fn a_check_ignores_a_block_that_is_freed_meanwhile() {
             drop(block);
             let next = others.allocate(3 * MIB - 20, &stream).unwrap();
             assert_eq!(next.ptr(), at);
-            // SAFETY: the block has so many bytes.
+            // SAFETY: the block has these bytes.
             unsafe { stream.memset(at, 7, 3 * MIB - 20) }.unwrap();
             stream.synchronize().unwrap();
             std::mem::forget(next);

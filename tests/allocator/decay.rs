@@ -36,7 +36,7 @@ impl Scene {
         self.allocator.stats().all.reserved.current
     }
 
-    /// Has so many blocks of 20 MiB at once, and then none.
+    /// Allocates this number of blocks of 20 MiB, then frees all of them.
     fn peak(&self, blocks: usize) {
         let of = |_| self.allocator.allocate(20 * MIB, &self.stream).unwrap();
         let live: Vec<_> = (0..blocks).map(of).collect();

@@ -84,7 +84,7 @@ impl Sums {
     }
 }
 
-/// What all threads share.
+/// The state shared by all threads.
 struct Common<'a> {
     allocator: &'a Allocator,
     streams: Vec<Stream>,

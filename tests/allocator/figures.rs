@@ -13,7 +13,7 @@ impl Rng {
     }
 }
 
-/// What a walk over all segments finds.
+/// The figures found by a walk over all segments.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Walk {
     reserved: u64,
@@ -459,7 +459,7 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
         allocator.empty_cache().unwrap();
         compare(&allocator, "cache empty");
         rig.close(&allocator);
-        // So many that the heap has nothing beside them, which would be longer.
+        // So many that the heap has no longer free memory beside them.
         let full = rig.limited(2 * MIB);
         let next = || full.allocate(8 * KIB, &streams[0]).ok();
         let mut blocks: Vec<Option<Block>> = std::iter::from_fn(next).map(Some).collect();

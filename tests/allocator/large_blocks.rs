@@ -1,4 +1,4 @@
-//! Large blocks that are freed and asked for again at once: they stay with their stream cache, and nobody
+//! Large blocks that are freed and requested again immediately: they stay with their stream cache, and nobody
 //! else sees a difference.
 
 use crate::common::prelude::*;
@@ -54,7 +54,7 @@ fn pairs_reuse_their_cache_and_address() {
     });
 }
 
-/// What was counted in the large-block caches of a stream is counted still when that was retired.
+/// Counts of a stream's large-block caches remain after its retirement.
 #[test]
 fn figures_do_not_fall_when_a_stream_is_retired() {
     packed(|rig| {
@@ -124,7 +124,7 @@ fn s1_19_figures_distinguish_live_blocks_from_cached_memory() {
         }
         assert_eq!(during.hits - before.hits, 1);
         assert_eq!(after.free - during.free, LARGE as u64);
-        // What was kept for the request; the snapshot sent it home meanwhile.
+        // Memory kept for the request; the snapshot has returned it to the heap meanwhile.
         assert_eq!(before.cache_bytes - during.cache_bytes, LARGE as u64);
         assert_eq!(after.cache_bytes, during.cache_bytes);
         assert_eq!(
@@ -134,7 +134,7 @@ fn s1_19_figures_distinguish_live_blocks_from_cached_memory() {
     });
 }
 
-/// What nobody holds does not count for a peak, neither of large blocks nor of small ones.
+/// Free memory does not count for a peak, neither of large blocks nor of small ones.
 #[test]
 fn s1_19_blocks_in_a_large_cache_are_not_part_of_a_peak() {
     packed(|rig| {

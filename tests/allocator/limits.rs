@@ -1,4 +1,4 @@
-//! What happens when memory runs out, by limit or by device.
+//! Behaviour when memory runs out, by limit or by device.
 
 use crate::common::prelude::*;
 use cualloc::allocator::{Regime, ReliefHook, Scarcity};
@@ -16,7 +16,7 @@ fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
             rig.stamp(block.ptr(), BLOCK, 1, &b);
             block.record_stream(&b).unwrap();
         }
-        // What is left in the middle keeps the two apart.
+        // The remaining block in the middle separates the two.
         drop((x, z));
         let both = allocator.allocate(2 * BLOCK, &a).unwrap();
         rig.stamp(both.ptr(), 2 * BLOCK, 2, &a);
@@ -222,7 +222,7 @@ fn r1_memory_that_waits_made_free_is_found() {
     });
 }
 
-/// What can never be had costs nothing that is kept for others, unless a hook might raise the limit.
+/// A request that can never succeed releases nothing kept for others, unless a hook might raise the limit.
 #[test]
 fn a_request_beyond_all_memory_fails_immediately() {
     each(|rig| {
@@ -355,7 +355,7 @@ fn r2_a_failed_release_is_repeated_at_a_limit() {
     });
 }
 
-/// Whatever asks, growth leaves the headroom free on the device, and the report names it.
+/// Growth for any request leaves the headroom free on the device, and the report names it.
 #[test]
 fn growth_leaves_the_headroom_of_the_device_free() {
     const HEADROOM: usize = 100 * MIB;

@@ -16,7 +16,7 @@ struct Told(Sender<()>);
 
 impl Wake for Told {
     fn wake(self: Arc<Self>) {
-        // Whoever was woken once does not listen any more.
+        // A task that was woken once is not woken again.
         let _ = self.0.send(());
     }
 }
@@ -106,7 +106,7 @@ fn s4_23_s4_9_a_copy_is_reported() {
             (pool.usage().blocks.current, pool.usage().cached_blocks),
             (0, 1)
         );
-        // What was owed is paid with the next drop.
+        // The deferred destroy runs with the next drop.
         stream.synchronize().unwrap();
         assert_eq!(sim.leaks().host, held + 1);
         drop(PinnedBuffer::<u8>::uninit(context, 1).unwrap());

@@ -325,7 +325,7 @@ fn pinned_memory_and_copies_in_flight() {
         drop(buffer);
         let back = down.wait().unwrap();
         assert_eq!((back[0], &back[1..]), (-1, &values[1..]));
-        // What the download waited for is complete too.
+        // The work that the download waited for is complete too.
         assert!(up.is_complete().unwrap());
         assert_eq!(up.wait().unwrap()[..], back[..]);
     });

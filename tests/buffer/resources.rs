@@ -124,7 +124,7 @@ fn launches_and_buffers_are_in_order() {
     });
 }
 
-/// Whoever is asked whether it was dropped, and after what.
+/// An owner that records whether, and after which call, it was dropped.
 struct Owner(Arc<AtomicU32>);
 
 impl Drop for Owner {

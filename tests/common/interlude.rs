@@ -1,4 +1,4 @@
-//! What somebody else does while a driver call of the allocator is under way.
+//! Actions of another thread during a driver call of the allocator.
 
 use std::cell::RefCell;
 use std::thread::LocalKey;

@@ -1,4 +1,4 @@
-//! What cannot be destroyed after a fault.
+//! Objects that cannot be destroyed after a fault.
 
 use cualloc::sim::Leaks;
 
@@ -29,7 +29,7 @@ pub fn count(lost: &mut Leaks, call: &str, executed: bool) {
     *kind += 1;
 }
 
-/// What exists and was not counted.
+/// The objects that exist and were not counted.
 pub fn unexplained(mut found: Leaks, lost: &Leaks) -> Leaks {
     if lost.handles + lost.allocations + lost.pool_allocations + lost.pools > 0 {
         found.bytes = 0;

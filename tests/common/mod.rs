@@ -1,4 +1,4 @@
-//! What tests share: the driver under test, and drivers compiled from C.
+//! Shared parts of tests: the driver under test, and drivers compiled from C.
 
 // Each test program uses its own part of this.
 #![allow(dead_code, unused_imports, unused_macros)]
@@ -56,7 +56,7 @@ macro_rules! assert_matches {
             ref other => panic!(
                 "expected {}, found {other:?}{}",
                 stringify!($pattern $(if $condition)?),
-                // What the test adds.
+                // The test's own settings.
                 String::new() $(+ ": " + &format!($($text)+))?
             ),
         }

@@ -91,7 +91,7 @@ pub fn calls_of(sim: &Simulator, act: impl FnOnce()) -> u64 {
     calls.load(Ordering::Relaxed) as u64
 }
 
-/// What an error says that must be one of lacking memory.
+/// The report of an error that must be an out-of-memory error.
 pub fn out_of_memory(error: Error) -> OutOfMemory {
     match error {
         Error::OutOfMemory(picture) => *picture,
@@ -123,7 +123,7 @@ pub fn only_on(policy: Policy, config: SimConfig, test: impl Fn(&Rig)) {
 /// A logger that fails tests whose lines come under a lock: a program's logger may call the library again.
 struct Unlocked;
 
-/// What it checks, for programs with loggers of their own.
+/// The checks of a rig, for programs with their own loggers.
 pub fn assert_unlocked(record: &log::Record<'_>) {
     let locks = cualloc::sim::locks_held();
     assert_eq!(locks, 0, "a line is logged under a lock: {}", record.args());
@@ -141,7 +141,7 @@ impl log::Log for Unlocked {
     fn flush(&self) {}
 }
 
-/// The driver under test, and the simulator if it is that. Its counters count the calls of whoever asked alone.
+/// The driver under test, and the simulator if it is that. Its counters count the calls of this rig alone.
 pub fn driver_under_test(config: SimConfig) -> (Driver, Option<Simulator>) {
     if on_cuda() {
         let shared = Driver::load().expect("CUALLOC_TEST_DRIVER=cuda needs a driver");
@@ -337,7 +337,7 @@ impl Rig {
         self.simulator.as_ref().map(|sim| sim.memory_in_use(0))
     }
 
-    /// Waits until the simulated device has got everything back: what nobody can name any more is seen to by
+    /// Waits until the simulated device has got everything back: memory that cannot be named any more is released by
     /// whichever thread of the process gets to it. False if that takes very long.
     pub fn all_given_back(&self) -> bool {
         let begun = std::time::Instant::now();
@@ -367,13 +367,13 @@ impl Rig {
         self.held(stream, gate)
     }
 
-    /// Gives a stream work that takes a while and ends by itself (on the simulator: when somebody
+    /// Gives a stream work that takes a while and ends by itself (on the simulator: when a call
     /// waits for it, or when the result is released or dropped).
     pub fn busy<'a>(&'a self, stream: &Stream) -> Hold<'a> {
         self.busy_for(stream, 20_000_000)
     }
 
-    /// [`busy`](Self::busy) for so many nanoseconds on a GPU.
+    /// [`busy`](Self::busy) for this number of nanoseconds on a GPU.
     pub fn busy_for<'a>(&'a self, stream: &Stream, nanos: u64) -> Hold<'a> {
         if self.simulator.is_none() {
             self.spin(stream, nanos);

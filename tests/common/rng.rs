@@ -4,7 +4,7 @@
 #[derive(Clone)]
 pub struct Rng(u64);
 
-/// What the state grows by with each number.
+/// The increment of the state per number.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 fn mixed(mut z: u64) -> u64 {

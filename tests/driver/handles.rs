@@ -15,7 +15,7 @@ fn context(driver: &Driver) -> Context {
     driver.context(0).unwrap()
 }
 
-/// What the thread has, asked past the counters: the current context and the capture mode.
+/// The thread's current context and capture mode, queried without counting.
 fn thread_state(driver: &Driver) -> (usize, u32) {
     let functions = driver.functions();
     let mut current = ptr::null_mut();
@@ -332,7 +332,7 @@ fn lost_driver_is_left_alone_by_drops() {
         drop((event, stream, context));
         assert_eq!(driver.calls(), before);
     }
-    // Somebody destroyed their context: the others live on.
+    // Their context was destroyed by other code; the others stay valid.
     let Some(driver) = driver() else { return };
     let context = context(&driver);
     let error = context.enter().unwrap().mem_alloc(709).unwrap_err();

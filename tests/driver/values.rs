@@ -12,7 +12,7 @@ fn simulated() -> (Simulator, Context) {
     (sim, context)
 }
 
-/// What keeps somebody's stream alive goes with the last clone, also if that is an allocator's.
+/// The owner of a foreign stream is dropped with the last clone, also if that is an allocator's.
 #[test]
 fn an_owner_stays_as_long_as_the_last_clone() {
     let (sim, context) = simulated();
@@ -36,7 +36,7 @@ fn an_owner_stays_as_long_as_the_last_clone() {
     assert_eq!(Arc::strong_count(&owner), 1);
     let leaks = sim.leaks();
     assert_eq!(leaks.streams, 1, "it is not destroyed here");
-    // SAFETY: nobody uses it any more.
+    // SAFETY: it is not used any more.
     let code = unsafe { functions.cuStreamDestroy_v2.unwrap()(raw) };
     assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
 
@@ -57,7 +57,7 @@ fn an_owner_stays_as_long_as_the_last_clone() {
     assert_eq!(Arc::strong_count(&other), 1);
 }
 
-/// Default streams are made without a call, and are one stream whoever makes them.
+/// Default streams are made without a call, and are one stream, whichever thread creates them.
 #[test]
 fn default_streams_are_values() {
     let (sim, context) = simulated();

@@ -74,7 +74,7 @@ fn wrappers_pass_their_arguments_in_place() {
     pools(&one, &devices);
     kernels_and_captures(&one);
 
-    // What looks at its arguments was called: a function forgotten here would go untested.
+    // Every checked function was called: a function missing here would be untested.
     drop(entered);
     let calls = driver.calls();
     let untested: HashSet<&str> = crate::common::CHECKED_CALLS

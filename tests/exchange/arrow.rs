@@ -207,7 +207,7 @@ fn s5_46_s5_52_identity_and_parts() {
         let array = empty.to_arrow(&ordered()).unwrap();
         let back = Tensor::from_arrow(array, DType::F64, &b, ordered()).unwrap();
         assert_eq!((back.shape(), back.ptr()), (&[0][..], 0));
-        // What Arrow does not have does not go out.
+        // Types that Arrow lacks are not exported.
         let of = |dtype, shape: &[usize]| Tensor::zeroed(&allocator, dtype, shape, &a).unwrap();
         let halves = of(DType::BF16, &[4]).to_arrow(&ordered());
         assert_matches!(halves, Err(Error::NotSupported { .. }));

@@ -492,7 +492,7 @@ fn s5_65_stream_numbers_of_the_protocol() {
         assert!(text.starts_with("Peer(On("), "{text}");
         assert!(text.contains(kind), "{text}");
     }
-    // Who comes with a handle may be gone by the release.
+    // The owner of a handle may be dropped by the release.
     let text = text(Some(stream.raw() as i64));
     assert!(text.starts_with("Peer(StartingOn("), "{text}");
     assert!(text.contains("Borrowed"), "{text}");

@@ -277,7 +277,7 @@ pub fn lent(tensor: &Tensor, versioned: bool, peer: &Peer) -> Box<dyn std::any::
     }
 }
 
-/// What comes back on a stream of an export of either form.
+/// The result of reimporting an export of either form on a stream.
 pub fn returned(tensor: &Tensor, versioned: bool, peer: &Peer, on: &Stream) -> Tensor {
     fn back<M: Managed>(tensor: &Tensor, peer: &Peer, on: &Stream) -> Tensor {
         let out = tensor.to_dlpack::<M>(peer).unwrap();

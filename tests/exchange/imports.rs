@@ -160,7 +160,7 @@ fn d4_memory_lent_to_a_destroyed_context_is_returned() {
     let (sim, driver, allocator, home) = beside_others();
     for (returned, owned) in [(true, false), (false, false), (true, true), (false, true)] {
         let raw = sim.create_context(0).unwrap();
-        // SAFETY: whoever asks finds out that it is gone.
+        // SAFETY: calls detect that it was destroyed.
         let theirs = unsafe {
             match owned {
                 true => Context::from_raw_with_owner(&driver, raw, ()),
@@ -191,12 +191,12 @@ fn d4_memory_lent_to_a_destroyed_context_is_returned() {
     nothing_under_a_lock(&sim);
 }
 
-/// D4: the last that holds a stream of such a context is the allocator, which lets go of it without its lock.
+/// D4: the last that holds a stream of such a context is the allocator, which drops it without its lock.
 #[test]
 fn d4_streams_of_a_destroyed_context_end_without_the_lock() {
     let (sim, driver, allocator, home) = beside_others();
     let raw = sim.create_context(0).unwrap();
-    // SAFETY: whoever asks finds out that it is gone.
+    // SAFETY: calls detect that it was destroyed.
     let theirs = unsafe { Context::from_raw(&driver, raw) }.unwrap();
     let on = Stream::new(&theirs).unwrap();
     let block = allocator.allocate(1 << 20, &home).unwrap();

@@ -16,7 +16,7 @@ use cualloc::{DeviceBuffer, Error, PinnedBuffer};
 
 static DELETED: AtomicU64 = AtomicU64::new(0);
 
-/// What is left of an exchange on a stream of others.
+/// The result of an exchange on a foreign stream.
 type Left = Box<dyn Any>;
 
 /// An exchange with `theirs`, a stream of others, in memory at `at` if it is imported.
@@ -136,7 +136,7 @@ fn a_stream_that_was_retired_is_not_used_at_the_end_of_exchanged_memory() {
                 drop(left);
                 assert_eq!(reported(sim), [""; 0], "{what}");
                 let is_untracked = UNTRACKED.iter().any(|(untracked, _)| what == untracked);
-                // What the producer does on its stream is no use of ours.
+                // The producer's work on its stream is not a use by us.
                 if is_untracked && *what != "the producer's stream" {
                     assert_eq!(sim.pending(), [], "{what}");
                 }

@@ -20,7 +20,7 @@ fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocated.current
 }
 
-/// Memory of somebody else with any shape, as its owner writes it.
+/// Foreign memory with any shape, as its owner writes it.
 pub(crate) struct Theirs<'a> {
     tensor: DLTensor,
     shape: Vec<i64>,
@@ -56,7 +56,7 @@ impl<'a> Theirs<'a> {
         }
     }
 
-    /// What it is as a tensor on a stream.
+    /// The memory as a tensor on a stream.
     fn offered(self, on: &Stream) -> Result<Tensor, Error> {
         self.offered_by(on, ordered())
     }
@@ -300,7 +300,7 @@ fn d10_hostile_structures() {
         assert_eq!(deleted.load(SeqCst), count as u64 + 1, "{expected:?}");
     }
     assert_eq!(rig.driver.calls().total(), calls);
-    // A deleter that panics does so in nobody's drop but its own.
+    // A panic of a deleter does not leave its own drop.
     let panicking = |shape: &[i64]| Theirs {
         panics: true,
         ..of(shape, &[])
@@ -425,7 +425,7 @@ fn s5_50_pinned_memory_of_a_pool() {
             .unwrap();
         let busy = rig.busy(&theirs);
         drop((tensor, out));
-        assert!(!theirs.is_complete().unwrap(), "nobody waits");
+        assert!(!theirs.is_complete().unwrap(), "no call waits");
         assert_eq!(
             (pool.usage().pending, pool.usage().blocks.current),
             (64 << 10, 0)

@@ -460,7 +460,7 @@ fn r53_access_is_granted_on_demand() {
     assert_eq!(granted.2, [0, 1, 5]);
 }
 
-/// What `make` puts over an allocator, to be shared.
+/// The resource that `make` builds over an allocator, to be shared.
 fn shared<R: MemoryResource + 'static>(
     rig: &Rig,
     make: impl FnOnce(Allocator) -> R,

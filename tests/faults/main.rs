@@ -151,7 +151,7 @@ fn sweep(
     (faults, whole)
 }
 
-/// What holds after a fault that is over: nothing is lost, and the same request goes through.
+/// Invariants after a fault that is over: nothing is lost, and the same request goes through.
 fn recovers(mut world: World, again: Option<Act>, at: &str, _: &[&str]) {
     world.judge(at);
     match again.map(|act| act(&mut world)) {
@@ -172,7 +172,7 @@ fn sweep_usual(times: u64, executed: bool) {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
         sys::CUresult::CUDA_ERROR_NOT_PERMITTED,
     ];
-    // What a call that was executed leaves behind does not depend on the code.
+    // The effects of an executed call do not depend on the code.
     for code in codes.into_iter().take(if executed { 1 } else { 3 }) {
         let fault = Fault {
             code,
@@ -258,7 +258,7 @@ fn fatal_codes_end_all_driver_calls() {
                     ..
                 } = world;
                 alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
-                // A failure while something is put back as it was is told to nobody: the next call
+                // A failure while something is restored is not reported: the next call
                 // finds out.
                 let silent = [
                     "cuCtxSetCurrent",

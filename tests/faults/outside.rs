@@ -1,4 +1,4 @@
-//! What another thread finds in the heap while a call waits for the driver.
+//! The state of the heap for another thread while a call waits for the driver.
 //!
 //! The heap's lock is free during driver calls, so a look at them before and after each call shows what
 //! any thread can come to see.

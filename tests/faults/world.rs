@@ -46,7 +46,7 @@ pub struct Scenario {
     /// The act is one transaction: if the driver's refusal of one call fails it, nothing at all has
     /// changed.
     pub atomic: bool,
-    /// What the act has done if nothing failed.
+    /// The effect of the act if nothing failed.
     pub proof: fn(&World) -> bool,
 }
 
@@ -74,7 +74,7 @@ impl Scenario {
         Scenario { name, act, ..PLAIN }
     }
 
-    /// What comes before the act.
+    /// The steps before the act.
     pub fn after(self, prepare: fn(&mut World)) -> Scenario {
         Scenario { prepare, ..self }
     }
@@ -188,7 +188,7 @@ impl World {
         self.known = self.blocks.iter().flatten().map(known).collect();
     }
 
-    /// What was written is still there.
+    /// Written contents are still there.
     fn contents(&self, at: &str) {
         let live = |ptr: u64| self.blocks.iter().flatten().any(|b| b.ptr() == ptr);
         for (ptr, bytes, value) in self.known.iter().copied().filter(|k| live(k.0)) {
@@ -217,7 +217,7 @@ impl World {
         })
     }
 
-    /// What was dropped and could not be freed is freed by the next call that may.
+    /// Dropped blocks that could not be freed are freed by the next call that can.
     pub fn freed_late(&self) -> Result<(), Error> {
         if self.alloc.stats().all.allocations.current > self.held().0 {
             self.sim.clear_failures();
@@ -281,7 +281,7 @@ impl World {
             "cuThreadExchangeStreamCaptureMode",
         ];
         if hit.iter().any(|call| enters.contains(call)) {
-            // What was to be destroyed there is owed to the context.
+            // Objects to be destroyed there are deferred by the context.
             (self.lost.events, self.lost.streams) = (usize::MAX, usize::MAX);
         }
         if self.lost.handles + self.lost.allocations > 0 {
@@ -303,7 +303,7 @@ impl World {
         }
     }
 
-    /// What holds after every call, failed or not.
+    /// Invariants after every call, failed or not.
     pub fn judge(&self, at: &str) {
         self.alloc.check().unwrap_or_else(|e| panic!("{at}: {e}"));
         let all = self.alloc.stats().all;
@@ -362,7 +362,7 @@ fn is_free(block: &BlockInfo) -> bool {
     !block.small && matches!(block.state, BlockState::Free | BlockState::Pending)
 }
 
-/// What is written into a block: its own value for each place.
+/// The contents written into a block: a separate value for each place.
 fn value(block: &Block) -> u8 {
     (block.ptr() >> 19) as u8 | 1
 }

@@ -13,8 +13,8 @@ fn set(rig: &Rig, stream: &Stream, on: &[Dependency]) {
     unsafe { rig.driver.set_capture_dependencies(stream.raw(), on, false) }.unwrap();
 }
 
-/// Captures what is given to streams, which begins on the first of them; the graph runs sixteen times, and the simulator says
-/// where two uses of memory meet. The work says whether it was given what it had freed before.
+/// Captures what is given to streams, which begins on the first of them; the graph runs sixteen times, and the
+/// simulator says where two uses of memory meet. The work says whether it was given what it had freed before.
 fn captured<const N: usize>(given: bool, work: impl Fn(&Rig, &Allocator, &[Stream; N]) -> bool) {
     packed(|rig| {
         let allocator = rig.allocator();
@@ -52,7 +52,7 @@ fn a_stream_that_was_set_back_is_behind_nothing_that_came_later() {
     });
 }
 
-/// A stream of which the allocator was not told joins: who joins later is behind all that came before.
+/// A stream unknown to the allocator joins: a stream that joins later is behind everything before it.
 #[test]
 fn an_unknown_stream_does_not_hide_the_streams_it_joined() {
     captured(true, |rig, allocator, [main, side, third]| {
@@ -169,7 +169,7 @@ fn the_route_of_a_request_is_remembered_for_its_thread() {
     });
 }
 
-/// What was freed last is no best fit where free memory lies beside it.
+/// The block freed last is not the best fit if free memory lies beside it.
 #[test]
 fn the_last_freed_block_is_not_cut_from_a_longer_run() {
     packed(|rig| {

@@ -4,8 +4,8 @@ use super::support::*;
 
 const LIMIT: usize = 64 * MIB;
 
-/// Blocks of all sizes that were used on a stream and freed, the stream idle: this much memory is cached then, some of it
-/// in hand for the next such request.
+/// Blocks of all sizes that were used on a stream and freed, the stream idle: this much memory is cached then, some of
+/// it in hand for the next such request.
 fn cached(rig: &Rig, allocator: &Allocator, stream: &Stream) -> usize {
     let blocks: Vec<Block> = [6 * MIB, 20 * MIB, 2 * MIB, 12 * MIB, 8 * MIB, 40 * KIB]
         .map(|bytes| used(rig, allocator, bytes, stream))
@@ -59,7 +59,7 @@ fn idle_memory_serves_a_capture_at_the_limit() {
             let created = rig.calls("cuMemCreate") - created;
             assert!(created <= 8, "{created} handles for what was not cached");
             run(&graph, &stream);
-            // What is left serves requests outside of captures as before.
+            // The remaining memory serves requests outside of captures as before.
             drop(used(rig, &allocator, MIB, &stream));
             drop((output, graph, pool));
             rig.settle(&stream);

@@ -42,7 +42,7 @@ impl Judge {
         }
     }
 
-    /// A block was allocated and all its bytes were written, both as the judge is told.
+    /// A block was allocated and all its bytes were written, both as reported to the judge.
     pub fn used(
         &self,
         pool: Option<u64>,

@@ -1,4 +1,4 @@
-//! Memory that somebody may still use is kept, whatever its owners do in which order.
+//! Memory that may still be used is kept, in whatever order its owners act.
 
 use super::support::*;
 use std::sync::mpsc;
@@ -18,7 +18,7 @@ fn a_capture_whose_scope_was_left_gets_no_more_memory() {
         side.wait_for(&main).unwrap();
         drop(used(rig, &allocator, 4 * MIB, &side));
         drop(scope);
-        // What the side branch uses has no mark any more, so that nobody here may have it.
+        // Memory that the side branch uses has no mark any more, so it must not be reused here.
         let again = pool.enter(Scope::Capture(id)).unwrap();
         is_capturing(allocator.allocate(4 * MIB, &main));
         main.wait_for(&side).unwrap();
@@ -80,7 +80,7 @@ fn work_before_a_capture_is_waited_for() {
         assert_ne!(beside.ptr(), at, "its kernel has not begun");
         held.release();
         rig.settle(&stream);
-        // Nobody knows whether the graph used it, until that is gone.
+        // Until the graph is destroyed it is unknown whether it used the memory.
         await_leases(&allocator, &pool, 0);
         let behind = used(rig, &allocator, 4 * MIB, &other);
         assert_eq!(behind.ptr(), at);
@@ -234,7 +234,7 @@ fn debug_modes_leave_memory_of_pools_alone() {
     });
 }
 
-/// What was freed before a capture is held back, and cannot go while its stream captures: it goes afterwards.
+/// Memory freed before a capture is held back while its stream captures, and released afterwards.
 #[test]
 fn a_capture_loses_no_block_that_a_debug_mode_holds_back() {
     packed(|rig| {

@@ -36,8 +36,8 @@ fn addresses_live_as_long_as_a_launch_may_use_them() {
     });
 }
 
-/// A close is refused as long as the driver has not reported the end of a graph, without a wait. On the simulator: a GPU's
-/// driver may need its own thread, which is busy here until the close has returned, for the close.
+/// A close is refused as long as the driver has not reported the end of a graph, without a wait. On the simulator: a
+/// GPU's driver may need its own thread, which is busy here until the close has returned, for the close.
 #[test]
 fn a_close_is_refused_until_the_end_of_a_graph_is_reported() {
     packed(|rig| {
@@ -104,7 +104,7 @@ fn a_close_looks_again_while_graphs_end() {
     );
 }
 
-/// The same for unused memory, where nobody captures with the pool any more.
+/// The same for unused memory, when no capture uses the pool any more.
 #[test]
 fn memory_of_a_released_pool_is_released_with_its_last_graph() {
     packed(|rig| {
@@ -120,7 +120,7 @@ fn memory_of_a_released_pool_is_released_with_its_last_graph() {
                 rig.driver_held().is_none_or(|held| held == 0)
             };
             let at_once = gone();
-            wait_until("nobody has it", gone);
+            wait_until("no graph has it", gone);
             at_once
         };
         // The driver may need longer than the allocator waits, where the machine is busy.
@@ -183,7 +183,7 @@ fn an_allocator_without_handles_ends_with_the_last_graph() {
         assert_held(rig, 2 * MIB, "a graph has it");
         drop(graph);
         // Any later call of any allocator looks.
-        wait_until("nobody has it", || {
+        wait_until("no graph has it", || {
             drop(rig.allocator());
             rig.driver_held().is_none_or(|held| held == 0)
         });
@@ -259,7 +259,7 @@ fn a_request_that_is_short_of_memory_gets_that_of_idle_pools() {
     });
 }
 
-/// What a stream used of a pool is waited for after the stream has gone.
+/// Uses of a pool by a stream are waited for after the stream was destroyed.
 #[test]
 fn a_stream_that_used_a_block_of_a_pool_may_be_retired() {
     pooled(|rig, allocator, pool, [stream]| {

@@ -130,7 +130,7 @@ fn raw_capture(pool: &GraphPool, raw: &RawStream, rig: &Rig, work: impl FnOnce()
     scope.leave().unwrap();
 }
 
-/// What an allocator knows of a raw stream before it captures.
+/// The state of a raw stream in the allocator before it captures.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Known {
     Not,

@@ -33,7 +33,7 @@ impl Random {
     }
 }
 
-/// What lets the next node begin while the last one runs, where both are kernels.
+/// The edge that lets the next kernel begin while the last one runs.
 const EARLY: sys::CUgraphEdgeData = sys::CUgraphEdgeData {
     from_port: 1,
     to_port: 0,
@@ -180,7 +180,7 @@ impl<'a> Program<'a> {
                     block.record_stream(&self.streams[stream]).unwrap();
                     self.judge.recorded(block, &self.streams[stream]);
                     users.push(stream);
-                    // What the owner gives it from here on comes behind, if that comes soon or late.
+                    // Later work of the owner is ordered after it.
                     if scope.is_none() || self.random.below(2) == 0 {
                         self.streams[*home].wait_for(&self.streams[stream]).unwrap();
                         users.clear();
@@ -217,7 +217,7 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// What the next node of a stream depends on.
+    /// The dependencies of a stream's next node.
     fn present(&self, stream: usize) -> Vec<Dependency> {
         let info = self.streams[stream].capture_info().unwrap();
         info.unwrap().dependencies
@@ -493,7 +493,7 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
     assert!(restored.min(outside).min(early).min(left) > 0, "{all:?}");
 }
 
-/// What nobody launches does nothing that could be seen: here the judge alone says what is wrong.
+/// Graphs that are not launched have no visible effect: here the judge alone detects errors.
 #[test]
 fn captures_that_nobody_launches_are_judged_by_the_calls_alone() {
     for seed in 1..=10 {

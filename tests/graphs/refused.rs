@@ -1,4 +1,4 @@
-//! What cannot be: errors with a type, nothing changed, and no capture spoilt.
+//! Refused calls: they return a typed error, change nothing and invalidate no capture.
 
 use super::support::*;
 use cualloc::error::Cause;
@@ -89,7 +89,7 @@ fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
                     }
                     let fired = sim.clear_failures() == 0;
                     assert!(fired || nth > 1, "{call} was not made");
-                    // What is there to try again is tried again, where that can help.
+                    // Failed steps are repeated where that can help.
                     let retried = code == codes[0];
                     assert_eq!(
                         failures == 1,
@@ -175,7 +175,7 @@ fn failed_frees_outside_captures_are_repeated() {
             allocator.trim(0).unwrap();
             assert_eq!(footprint(&allocator, &pool).physical, 0, "{call}");
             drop(pool);
-            // What could not be released is lost.
+            // Memory that could not be released is lost.
             match call {
                 "cuMemRelease" => rig.end(&allocator),
                 _ => rig.close(&allocator),

@@ -1,4 +1,4 @@
-//! Which requests go to a pool, and that all others go on as if nobody captured.
+//! Which requests go to a pool, and that all others are unaffected by captures.
 
 use super::support::*;
 use cualloc::allocator::PoolScope;
@@ -164,7 +164,7 @@ fn streams_by_their_handles_capture_with_memory_of_pools() {
     });
 }
 
-/// What a thread does on eight streams, and what it finds: where its blocks lie, and the most that is held.
+/// Steps of a thread on eight streams, and their result: addresses of its blocks, and the peak of held memory.
 fn eager(allocator: &Allocator, streams: &[Stream; 8]) -> (Vec<(usize, u64)>, u64) {
     let mut addresses = Vec::new();
     let mut live: Vec<Block> = Vec::new();
@@ -185,7 +185,7 @@ fn eager(allocator: &Allocator, streams: &[Stream; 8]) -> (Vec<(usize, u64)>, u6
     let error = allocator.allocate(1024 * GIB, &streams[0]).unwrap_err();
     assert!(error.is_out_of_memory(), "{error:?}");
     drop(allocator.allocate(40 * MIB, &streams[1]).unwrap());
-    // Where a region of addresses lies is nobody's business: each block by its place in one.
+    // Where a region of addresses lies does not matter: each block is identified by its place in one.
     let mut sorted = addresses.clone();
     sorted.sort_unstable();
     let starts = sorted.chunk_by(|one, next| next - one < GIB as u64 / 2);
@@ -234,7 +234,7 @@ fn other_streams_are_unaffected_by_a_capture() {
             let differs = (0..800).find(|at| beside.0[*at] != alone.0[*at]);
             assert_eq!(differs, None, "others are placed as they would be alone");
             assert_eq!(beside.1, alone.1);
-            // Nobody waits through it.
+            // No stream waits through it.
             assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
             drop(block);
             drop(used(rig, &allocator, 50 * MIB, &capturing));

@@ -1,4 +1,4 @@
-//! What these tests share.
+//! Shared parts of these tests.
 
 pub use super::common::capturing::{Capturing, MODE, capture, capture_output, pooled_on};
 pub use super::common::prelude::*;
@@ -24,7 +24,7 @@ pub fn pooled<const N: usize>(test: impl Fn(&Rig, Allocator, GraphPool, [Stream;
     pooled_on(late(), test);
 }
 
-/// Waits until so many graphs have memory of a pool.
+/// Waits until this number of graphs have memory of a pool.
 pub fn await_leases(allocator: &Allocator, pool: &GraphPool, count: u64) {
     let leases = || footprint(allocator, pool).leases;
     wait_until("graphs that were destroyed have no leases", || {
@@ -73,7 +73,7 @@ pub fn graph_pool_error(error: Error) -> GraphPoolError {
     }
 }
 
-/// What the device has given away, which only the simulated one tells for this process alone.
+/// The bytes allocated on the device; only the simulated one reports them for this process alone.
 pub fn assert_held(rig: &Rig, bytes: usize, why: &str) {
     match rig.driver_held() {
         Some(held) => assert_eq!(held, bytes as u64, "{why}"),
@@ -83,7 +83,7 @@ pub fn assert_held(rig: &Rig, bytes: usize, why: &str) {
 
 /// Trims until the device has everything back, where it can be asked.
 pub fn assert_trimmed(rig: &Rig, allocator: &Allocator) {
-    wait_until("nobody has memory of a pool", || {
+    wait_until("no graph has memory of a pool", || {
         allocator.trim(0).unwrap();
         rig.driver_held().is_none_or(|held| held == 0)
     });

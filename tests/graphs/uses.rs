@@ -75,7 +75,7 @@ fn a_block_that_a_capture_recorded_is_a_graphs_from_then_on() {
     });
 }
 
-/// Nobody records a block's own stream on it: the free finds that it captures, and is put off until it does not.
+/// A block's own stream is not recorded on it: the free finds that it captures, and is put off until it does not.
 #[test]
 fn a_block_that_is_freed_while_its_own_stream_captures_is_a_graphs() {
     pooled(|rig, allocator, pool, [stream]| {
@@ -114,7 +114,7 @@ fn memory_of_a_failed_plan_keeps_its_uses() {
         let at = block.ptr();
         let held = rig.hold(&stream);
         rig.stamp(at, 2 * MIB, 1, &stream);
-        // Another use that is waited for, or nobody would look.
+        // Another use that is waited for; otherwise nothing would be polled.
         drop(used(rig, &allocator, MIB, &other));
         drop(block);
         sim.fail(FailPlan::call("cuMemCreate", CUresult::CUDA_ERROR_INVALID_VALUE).unwrap());
@@ -123,7 +123,7 @@ fn memory_of_a_failed_plan_keeps_its_uses() {
             looking.trim(0).unwrap();
             looking.check().unwrap();
         });
-        // What is free is the front of it, and the rest is new.
+        // The front of it is free memory, the rest is new.
         allocator.allocate(4 * MIB, &stream).unwrap_err();
         assert!(!interlude::is_due());
         assert_eq!(sim.clear_failures(), 0);
@@ -318,7 +318,7 @@ fn uses_that_were_recorded_as_over_keep_one_event_a_stream() {
     });
 }
 
-/// A capture by a raw handle that nobody names again is over when the stream is retired.
+/// A capture on a raw handle that is not named again ends when the stream is retired.
 #[test]
 fn retiring_a_stream_ends_the_knowledge_of_its_capture() {
     pooled(|rig, allocator, pool, [stream]| {
@@ -393,8 +393,8 @@ fn a_use_that_is_recorded_meanwhile_counts() {
     });
 }
 
-/// A raw stream that used blocks of a pool is destroyed without a word, and they are freed afterwards: nobody asks it,
-/// and the memory waits until everything was waited for.
+/// A raw stream that used blocks of a pool is destroyed without a word, and they are freed afterwards: it is not
+/// queried, and the memory waits until everything was waited for.
 #[test]
 fn blocks_are_freed_after_their_stream_was_destroyed() {
     packed(|rig| {

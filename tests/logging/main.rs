@@ -1,4 +1,4 @@
-//! What is logged, and how often.
+//! Log lines, and their frequency.
 #![cfg(feature = "sim")]
 
 mod calls_back;
@@ -18,11 +18,11 @@ use cualloc::resource::{AccessOrdered, Launch, MemoryResource};
 type Call = Box<dyn FnMut(&str)>;
 
 thread_local! {
-    /// What the calling thread has logged.
+    /// The lines logged by the calling thread.
     static LINES: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
-    /// What allocators have said on it of what they do.
+    /// The events that allocators logged on this thread.
     static DEEDS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
-    /// What the logger does at each line of the thread, except for lines that come of that.
+    /// The action of the logger at each line of the thread, except for lines that it causes itself.
     static CALL: Cell<Option<Call>> = const { Cell::new(None) };
 }
 
@@ -38,7 +38,7 @@ fn collect() {
     taken();
 }
 
-/// What the calling thread has logged since this was last asked.
+/// The lines logged by the calling thread since the last call.
 fn taken() -> Vec<String> {
     LINES.take()
 }
@@ -221,7 +221,7 @@ fn r13_recoverable_trouble_is_logged_rarely() {
             allocator.synchronize().unwrap();
         }
         sim.clear_failures();
-        // Not one for each free: streams that are idle when somebody asks need none.
+        // Not one for each free: streams that are idle at the request need none.
         assert!(allocator.stats().failed_markers >= 100);
         let lines = taken();
         assert!((1..=16).contains(&lines.len()), "{} lines", lines.len());

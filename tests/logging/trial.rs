@@ -240,7 +240,7 @@ fn a_failing_trial_leaves_nothing_behind() {
     }
 }
 
-/// What the driver never takes back is lost, and that is said; nothing is made on top of it.
+/// Memory that the driver refuses to release is lost and reported; nothing is created over it.
 #[test]
 fn memory_that_a_trial_cannot_release_is_reported() {
     for call in GIVING_BACK {
@@ -268,7 +268,7 @@ fn memory_that_a_trial_cannot_release_is_reported() {
 
 thread_local! {
     static TRUE_CREATE: Cell<CuFunctions> = Cell::new(CuFunctions::default());
-    /// What the driver says to memory of these properties.
+    /// The driver's answer for memory with these properties.
     static REFUSED: Cell<fn(&CUmemAllocationProp) -> Option<CUresult>> = const { Cell::new(|_| None) };
 }
 

@@ -168,7 +168,7 @@ impl Wishes {
     }
 }
 
-/// What a program runs on.
+/// The configuration of a program.
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub policy: Policy,
@@ -356,7 +356,7 @@ pub fn filling(seed: u64, policy: Policy, length: usize) -> (Setup, Vec<Step>) {
         memory: if full_device { limit } else { 64 << 30 },
         ..Setup::random(policy, (!full_device).then_some(limit), wishes, 0, rng)
     };
-    // What guards keep makes no room.
+    // Guarded memory makes no room.
     let guards: &Acts = &[(Guard, 2), (Unguard, 2), (Segments, 1)];
     let faults: &Acts = &[(Fail, 4), (Mend, 24)];
     let acts = acts(
@@ -382,7 +382,7 @@ const WORK: &Acts = &[
     (Cached, 3),
 ];
 
-/// What happens between two runs of a body.
+/// The steps between two runs of a body.
 const EVENTS: &Acts = &[
     (Limit, 8),
     (Trim, 5),

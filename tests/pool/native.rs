@@ -18,7 +18,7 @@ const RELEASE_THRESHOLD: Attribute = Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOL
 const RESERVED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
 const RESERVED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
 const USED_CURRENT: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT;
-/// What the driver says of a call that a capture forbids.
+/// The driver's errors for calls that a capture forbids.
 const CAPTURING: CUresult = CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 const USED_HIGH: Attribute = Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
 

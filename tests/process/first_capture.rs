@@ -1,4 +1,4 @@
-//! The first capture of a process: until then nobody is on the watch. So this test is alone in its
+//! The first capture of a process: until then captures are not watched. So this test is alone in its
 //! program, and the other one runs it anew for itself.
 
 use std::cell::Cell;
@@ -13,7 +13,7 @@ const BLOCK: usize = 12 * MIB;
 fn left_unmarked(allocator: &Allocator, stream: &Stream, other: &Stream) -> u64 {
     drop(allocator.allocate(512, other).unwrap());
     let block = allocator.allocate(BLOCK, stream).unwrap();
-    // From here on full batches wait until somebody asks.
+    // From here on full batches wait until another request needs the memory.
     for at in 0..600 {
         drop(allocator.allocate((1 + at % 3) * MIB, stream).unwrap());
     }
@@ -49,7 +49,7 @@ fn r38_a_capturing_stream_is_not_queried_for_its_memory() {
     });
 }
 
-/// The watch for captures ends with them, whoever began them: from then on pairs ask nobody. Beside one each call
+/// The watch for captures ends with them: from then on pairs make no query. Beside one each call
 /// asks its own stream and nothing else, and the capture does not notice. In a process of its own.
 #[test]
 fn the_watch_for_captures_ends_with_them() {

@@ -39,7 +39,7 @@ fn s3_34_loads_without_any_optional_symbol() {
     let Some((_folder, path)) = library(Fake::without(|symbol| symbol.feature().is_some())) else {
         return;
     };
-    // What came after the oldest driver is never required.
+    // Functions newer than the oldest driver are never required.
     for young in [
         "cuMemPool",
         "cuMemCreate",
@@ -114,7 +114,7 @@ fn s3_13_s3_36_missing_required_symbol_is_named() {
     assert!(text.contains("undefined symbol: cuEventQuery"), "{text}");
 }
 
-/// R72: the toolkit's library for linking is told from a driver.
+/// R72: the toolkit's stub library is distinguished from a driver.
 #[test]
 fn r72_a_stub_library_is_reported() {
     let Some((_folder, path)) = library(Fake::defining(&["INIT=34"])) else {

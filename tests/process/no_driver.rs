@@ -43,7 +43,7 @@ fn without_driver() {
         assert!(causes.contains(MISSING), "{causes}");
         assert!(error.driver_error().is_none() && !error.is_out_of_memory());
     }
-    // What needs no driver works.
+    // Calls that need no driver work.
     assert_eq!(size::classic_segment_size(1), Some(2 << 20));
     let config: Config = "policy=packed,limit=1G".parse().unwrap();
     assert_eq!(config.policy, Policy::Packed);

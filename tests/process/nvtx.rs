@@ -8,7 +8,8 @@ const CASE: &str = "CUALLOC_TEST_CASE";
 const TOOL: &str = "NVTX_INJECTION64_PATH";
 const MIB: usize = 1 << 20;
 
-/// What a tool with some definitions was told, and what the program said, in their order; `None` without a compiler.
+/// The calls that a tool with some definitions received, and the lines that the program printed, in order; `None`
+/// without a compiler.
 fn told(case: &str, defines: &[&str]) -> Option<Vec<String>> {
     let compiler = compiler()?;
     let folder = Folder::new(&format!("nvtx-{case}"));
@@ -39,7 +40,7 @@ fn case() -> Option<String> {
     std::env::var(CASE).ok()
 }
 
-/// What the tool must have been told just now.
+/// The calls that the tool must have received just now.
 fn says(line: String) {
     println!("SAYS {line}");
 }
@@ -56,7 +57,7 @@ fn on_simulator(settings: &str, work: impl FnOnce(&Allocator, &Stream)) {
     assert_eq!(simulator.reports(), []);
 }
 
-/// Tells apart what the tool was told and what the program expected.
+/// Separates the calls that the tool received from those that the program expected.
 fn agree(lines: &[String], prefix: &str) {
     let of = |by: &'static str| lines.iter().filter_map(move |line| line.strip_prefix(by));
     let told = of("NVTX ").filter(|line| !line.starts_with(prefix));
@@ -189,7 +190,7 @@ fn no_tool_is_loaded_unless_configured() {
     if let Some(case) = case() {
         let (settings, policy) = match case.as_str() {
             "off" => ("tune.nvtx=off", Policy::Packed),
-            // A heap in mapped memory would be refused: blocks of the packed policy are told to nobody.
+            // A heap in mapped memory would be refused: blocks of the packed policy are not reported.
             _ => ("policy=packed", Policy::Packed),
         };
         return on_simulator(settings, |allocator, stream| {

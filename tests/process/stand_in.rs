@@ -7,7 +7,7 @@ use cualloc::driver::{Driver, LoadError};
 
 const CASE: &str = "CUALLOC_TEST_CASE";
 
-/// What a process of its own says of the driver that it gets.
+/// The output of a separate process about the driver that it loads.
 fn seen_with(library: &Path) -> String {
     let output = itself("stand_in::child_entry")
         .env("CUALLOC_DRIVER", library)

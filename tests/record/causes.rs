@@ -153,7 +153,7 @@ fn others_on_the_device() {
     drop(scene.block(120 * MIB, &stream));
 }
 
-/// What live blocks of graph pools hold is live, and counts in the limit.
+/// Live blocks of graph pools count as live, and against the limit.
 #[test]
 fn memory_of_graph_pools() {
     let _alone = alone();
@@ -193,7 +193,7 @@ fn pieces_between_live_blocks() {
             for block in blocks.iter_mut().step_by(2) {
                 drop(block.take());
             }
-            // What the first says, the second does.
+            // The second does what the first advises.
             if policy == Policy::Classic {
                 let picture = refused(&allocator, 24 * MIB, &stream);
                 named(&picture, Cause::Fragmented);

@@ -248,7 +248,7 @@ fn frames_without_a_line_have_none() {
     }
 }
 
-/// What may be left out is derived or said to be unknown, and never 0.
+/// Optional fields are derived or unknown, never 0.
 #[test]
 fn fields_missing_in_older_files_are_derived_or_unknown() {
     let mut file = whole();
@@ -411,7 +411,7 @@ fn a_missing_or_late_history_is_reported() {
     let none = "the snapshot has no history of GPU 0, only what was live at its end: 1 block (1023.99 KiB); the peak is \
                 unknown";
     assert_eq!(gaps(&|trace| trace.clear()), none);
-    // What the driver gave, and a request that failed, are no history of blocks.
+    // Driver allocations and failed requests are not part of the history of blocks.
     assert_eq!(
         gaps(&|trace| trace.retain(|entry| entry["action"] == "oom")),
         none

@@ -1,4 +1,4 @@
-//! What recordings become: PyTorch's snapshots, profiles, metrics, and tables for people.
+//! The formats of recordings: PyTorch's snapshots, profiles, metrics, and tables for people.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -111,7 +111,8 @@ frames = sorted({';'.join(f['name'] for f in e['frames']) for t in traces for e 
 print(sum(final.values()), sum(len(t) for t in traces), '|'.join(frames))
 "#;
 
-/// What a script of Python says; none, with a word about it, where it or what it imports (exit code 77) is not installed.
+/// What a script of Python says; none, with a word about it, where it or what it imports (exit code 77) is not
+/// installed.
 fn python(script: &str, arguments: &[&Path], input: &str) -> Option<String> {
     let mut python = Command::new("python3");
     python.args(["-c", script]).args(arguments);
@@ -134,7 +135,7 @@ fn python(script: &str, arguments: &[&Path], input: &str) -> Option<String> {
     Some(String::from_utf8(output.stdout).unwrap())
 }
 
-/// What the checker says of a file.
+/// The checker's output for a file.
 fn checked(folder: &Folder, name: &str, bytes: &[u8]) -> Option<String> {
     let file = folder.file(name);
     std::fs::write(&file, bytes).unwrap();
@@ -190,8 +191,8 @@ fn a_snapshot_read_back_is_the_program() {
     }
 }
 
-/// Files of PyTorch's forms, written by hand in Python: protocols 2, 4 and 5, JSON, a bare list of segments, a block with a
-/// history, and a trace that begins in the middle with a completion that comes late.
+/// Files of PyTorch's forms, written by hand in Python: protocols 2, 4 and 5, JSON, a bare list of segments, a block
+/// with a history, and a trace that begins in the middle with a completion that comes late.
 const GOLDEN: &str = r#"
 import json, pickle, sys
 frames = [{'filename': '/x/a.py', 'line': 1, 'name': 'f'}, {'filename': '', 'line': 0, 'name': 'outer;most'}]

@@ -61,7 +61,7 @@ fn memory_of_graph_pools_is_recorded_from_its_first_byte_to_its_last() {
     );
     let footprint = pool.footprint().unwrap();
     assert_eq!(held(&recording, allocator), footprint.physical);
-    // What is live lies in memory that is held, as the viewers of snapshots want it.
+    // Live blocks lie in held memory, as viewers of snapshots require.
     let snapshot = Snapshot::of(&recording);
     let json = snapshot.to_json();
     assert!(

@@ -1,4 +1,4 @@
-//! Who holds the memory, by an out-of-memory error.
+//! The holders of memory in an out-of-memory error.
 
 use crate::causes::refused;
 use crate::common::capturing::{Capturing, MODE};
@@ -78,7 +78,7 @@ fn contexts_of_a_recording() {
         let cache = within("step;\"kv\" cache\n", &mut || {
             blocks(&scene, &stream, 640 * KIB, 600)
         });
-        // What was there before, and now is another context's.
+        // The address of an earlier block that belongs to another context now.
         drop(blocks(&scene, &stream, 20 * KIB, 40));
         let untold = blocks(&scene, &stream, 20 * KIB, 3);
         let picture = refused(&scene.allocator, 200 * MIB, &stream);

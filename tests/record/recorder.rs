@@ -149,7 +149,7 @@ fn blocks_live_at_the_start_are_held() {
     let large = scene.block(9 * MIB, &stream);
     let gone = scene.block(2 * MIB, &stream);
     drop(gone);
-    // Who starts the recording did not allocate them.
+    // The code that starts the recording did not allocate them.
     let before = Context::new("starter").enter();
     let recorder = memory();
     before.enter();
@@ -357,7 +357,7 @@ fn a_file_has_all_events_and_a_dump_those_in_the_rings() {
         Recorder::start(Target::File(folder.path())),
         Err(RecorderError::Io(_))
     );
-    // What failed to begin keeps nobody from beginning.
+    // A failed start does not prevent later ones.
     drop(memory());
 }
 

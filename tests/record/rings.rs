@@ -1,4 +1,4 @@
-//! What rings have room for, and which events cannot push others out.
+//! The capacity of rings, and the events that cannot displace others.
 
 use crate::recorder::blocks;
 use crate::scene::{MIB, Scene, alone, memory, scene};

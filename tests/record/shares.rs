@@ -79,7 +79,7 @@ fn others_at_every_share() {
     });
 }
 
-/// What CUDA itself takes of a device cannot be freed.
+/// Memory that CUDA itself uses on a device cannot be freed.
 #[test]
 fn the_device_at_every_share() {
     let _alone = alone();
@@ -298,7 +298,8 @@ fn graph_pools_at_every_share() {
     }
 }
 
-/// Fills the bound with blocks and keeps a share of each group of this size: no two neighbouring groups are wholly free.
+/// Fills the bound with blocks and keeps a share of each group of this size: no two neighbouring groups are wholly
+/// free.
 fn scattered(
     scene: &Scene,
     stream: &Stream,

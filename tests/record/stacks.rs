@@ -237,7 +237,7 @@ fn sums_are_those_of_the_last_request_without_memory() {
         let refused = allocator.allocate(bytes, &stream);
         assert_matches!(refused, Err(Error::OutOfMemory(_)));
     };
-    // What comes after a failure is not counted.
+    // Rows after a failure are not counted.
     refused(10 * MIB);
     drop(peak);
     let first = recorder.read().unwrap();

@@ -94,7 +94,7 @@ fn s1_34_s1_55_peak_is_never_below_the_current_value() {
                         let stream = rig_free_stream(&guard);
                         for size in 1..400 {
                             let block = take(&guard, size * 100, &stream);
-                            // Whoever resets has a turn while the block is there.
+                            // The resetting thread runs while the block is live.
                             for _ in 0..3 {
                                 let stats = guard.usage().unwrap();
                                 assert!(stats.requested.peak >= stats.outstanding(), "{stats:?}");

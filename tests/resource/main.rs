@@ -32,7 +32,7 @@ fn packed(test: impl Fn(&common::Rig)) {
     common::only(Policy::Packed, test);
 }
 
-/// What becomes of a request.
+/// The outcome of a request.
 fn ask(
     resource: &(impl MemoryResource + ?Sized),
     bytes: usize,

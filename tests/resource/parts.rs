@@ -1,4 +1,4 @@
-//! What every resource must do: allocate and free, mixes of sizes, threads, want of memory, streams.
+//! The common suite of resources: allocation and free, mixed sizes, threads, lack of memory, streams.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -77,7 +77,7 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     resource.reap().unwrap();
     assert_eq!(held(&resource), (0, 0));
     assert_eq!(resource.state(&old), BlockState::Free);
-    // A stale identity is refused by whoever looks at it, and has no effect.
+    // A stale id is refused by every call, and has no effect.
     if resource.use_tracking() != UseTracking::None {
         let used = resource.record_use(&old, &stream);
         assert_matches!(used, Err(Error::UseAfterFree { .. }));
@@ -87,7 +87,7 @@ fn basic(rig: &Rig, resource: &dyn MemoryResource) {
     }
 }
 
-/// What is held and handed out covers what is live, and the peaks can be set down.
+/// Held and used bytes cover the live bytes, and peaks can be reset.
 fn figures(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let before = resource.usage().unwrap();

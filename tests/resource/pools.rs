@@ -1,4 +1,4 @@
-//! What pools do with blocks beyond the suite.
+//! Behaviour of pools beyond the common suite.
 
 use std::sync::Arc;
 
@@ -73,7 +73,7 @@ fn s2_2_the_last_returned_comes_first_as_a_resource() {
     });
 }
 
-/// What is above the threshold goes back when a block does.
+/// Memory above the threshold is released when a block is freed.
 #[test]
 fn s3_5_threshold_holds_for_blocks() {
     only(cualloc::Policy::Packed, |rig| {

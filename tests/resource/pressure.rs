@@ -128,7 +128,7 @@ fn s1_35_s1_54_watchdog_pauses_and_stops() {
     watchdog.stop();
     for _ in 0..4 {
         let limit = Duration::from_secs(30);
-        done.recv_timeout(limit).expect("a waiter is let go");
+        done.recv_timeout(limit).expect("a waiter is released");
     }
     watchdog.stop();
     let blind = Watchdog::start_with_clock(&clock, 100, second, || None).unwrap();

@@ -17,7 +17,7 @@ pub fn guard(rig: &Rig, budget: impl Into<Option<u64>>) -> Guard<Allocator> {
     Relief::new(Budget::new(rig.allocator(), budget.into()))
 }
 
-/// Refuses while its allocator holds more than so many bytes from the driver.
+/// Refuses while its allocator holds more than this number of bytes from the driver.
 struct Full(Allocator, u64);
 
 // SAFETY: passes everything on.
@@ -65,7 +65,7 @@ fn s1_25_s1_48_free_caches_recovers() {
     });
 }
 
-/// S1.30, S5.29: for what can never fit nobody is asked, nothing emptied and no time spent.
+/// S1.30, S5.29: a request that can never fit runs no hook, empties nothing and does not wait.
 #[test]
 fn s1_30_a_budget_smaller_than_the_request_fails_immediately() {
     packed(|rig| {
@@ -227,7 +227,7 @@ fn s1_30_hooks_run_before_the_policy() {
         let fits = take(&guard, 100, &stream);
         assert!(
             order.lock().unwrap().is_empty(),
-            "nobody is asked for what fits"
+            "no hook runs for a request that fits"
         );
         assert!(ask(&guard, 1, &stream).is_err());
         assert_eq!(*order.lock().unwrap(), ["hook", "policy"]);
@@ -295,7 +295,7 @@ unsafe impl MemoryResource for Loud {
     }
 }
 
-/// What a hook asks for itself fails if memory is short, and no hook runs for it.
+/// A hook's own request fails if memory is short, and no hook runs for it.
 #[test]
 fn a_hook_that_lacks_memory_itself_runs_no_hooks() {
     packed(|rig| {

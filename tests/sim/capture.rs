@@ -1,4 +1,4 @@
-//! What a capture forbids, to whom, and what spoils it.
+//! The calls that a capture forbids on each thread, and those that invalidate it.
 
 use crate::support::*;
 use cualloc::driver::sys::*;
@@ -49,7 +49,7 @@ fn captured_work_is_not_executed() {
     assert_eq!(bench.word(memory), 0x0101_0101);
 }
 
-/// What a call does while a stream captures.
+/// The effect of a call while a stream captures.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Rule {
     /// Nothing: it is allowed to everybody, always.

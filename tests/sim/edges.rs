@@ -139,7 +139,7 @@ fn programmatic_edges_are_between_kernels() {
     let code = call!(bench, cuMemsetD8Async(memory, 1, 64, raw));
     assert_eq!(code, CUresult::CUDA_ERROR_INVALID_VALUE);
     bench.spin(1, raw);
-    // What comes next depends on nothing.
+    // The next node has no dependency.
     // SAFETY: no node is named.
     unsafe { bench.driver.set_capture_dependencies(raw, &[], false) }.unwrap();
     assert!(own.capture_info().unwrap().unwrap().dependencies.is_empty());
@@ -167,7 +167,7 @@ fn a_user_object_may_end_after_the_call_that_dropped_it() {
     assert!(late);
 }
 
-/// A user object ends behind the launches that held it: who is told may take away what they used.
+/// A user object ends behind the launches that held it: the function called at the end may release their memory.
 #[test]
 fn a_thread_that_learns_of_a_launchs_end_is_ordered_after_it() {
     for told in [true, false] {

@@ -244,7 +244,7 @@ fn absurd_sizes_are_errors_and_absurd_ranges_reports() {
 
 const ILLEGAL: CUresult = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
 
-/// What work did is told by whatever call comes after it is complete, and by all that come then.
+/// An error of work is returned by the first call after it, and by all later ones.
 #[test]
 fn an_illegal_access_breaks_its_context_for_good() {
     let bench = bench();
@@ -285,14 +285,14 @@ fn a_failure_may_be_one_that_stays() {
     assert_eq!(call!(bench, cuMemRelease(handle)), code);
 }
 
-/// What was destroyed last comes back first, whatever it is a handle of.
+/// The value of the handle destroyed last is reused first, for every kind of handle.
 #[test]
 fn a_call_may_be_executed_and_report_an_error() {
     let bench = bench();
     let code = CUresult::CUDA_ERROR_NOT_PERMITTED;
     let executed = |call| FailPlan::call(call, code).unwrap().executed();
     let leaks = || bench.sim.leaks();
-    // What it makes exists, what it destroys is gone.
+    // Objects it creates exist, objects it destroys do not.
     bench.sim.fail(executed("cuMemCreate"));
     let (failed, handle) = bench.create(GRANULE);
     assert_eq!((failed, leaks().handles), (code, 1));
@@ -306,7 +306,7 @@ fn a_call_may_be_executed_and_report_an_error() {
         (leaks().mappings, bench.sim.read_memory(memory, 1)),
         (0, None)
     );
-    // What it submits is queued. A wait waits, and the host observes nothing by it.
+    // Submitted work is queued. A wait waits, but the host observes nothing by it.
     bench.sim.set_mode(Mode::Manual);
     let (stream, memory) = (bench.stream(), bench.alloc(100));
     bench.sim.fail(executed("cuMemsetD8Async"));

@@ -21,7 +21,7 @@ pub fn stream(bench: &Bench) -> Stream {
     Stream::new(&bench.context).unwrap()
 }
 
-/// What the stream is given in the closure, as a graph.
+/// The work submitted in the closure, as a graph.
 pub fn captured(stream: &Stream, work: impl FnOnce(CUstream)) -> Graph {
     let capture = stream.capture(RELAXED).unwrap();
     work(stream.raw());
@@ -380,7 +380,7 @@ fn launches_are_ordered_with_their_stream_and_with_each_other() {
     bench.sim.complete_all();
     assert_eq!(bench.word(memory), 0x0303_0303);
     bench.silent();
-    // What runs beside a launch races with its node, before and after it.
+    // Work that runs beside a launch races with its nodes.
     launch(&mut exec, &own);
     bench.memset(memory, 3, 64, other.raw());
     bench.sim.complete_all();

@@ -71,7 +71,7 @@ fn overlap(a: Option<Range>, b: Option<Range>) -> bool {
 fn first_race(steps: &[Step]) -> Option<usize> {
     let mut nodes: Vec<Node> = Vec::new();
     let size = steps.len();
-    // What each stream, event and the host know to have happened before.
+    // The operations known to precede each stream, each event and the host.
     let mut known = vec![vec![false; size]; STREAMS];
     let mut events = vec![vec![false; size]; EVENTS];
     let mut host = vec![false; size];

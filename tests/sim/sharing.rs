@@ -115,7 +115,7 @@ fn peers_copy_and_reach_each_other_where_the_devices_can() {
     let devices = vec![SimDevice::default(), SimDevice::default(), apart];
     let bench = with(SimConfig {
         devices,
-        // What is not allowed is tried, and then what is.
+        // First the forbidden calls, then the allowed ones.
         sticky_errors: false,
         ..SimConfig::default()
     });

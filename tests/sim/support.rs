@@ -1,4 +1,4 @@
-//! What the simulator's tests share: one device, raw calls, known kernels.
+//! Shared parts of the simulator's tests: one device, raw calls, known kernels.
 #![allow(dead_code)]
 
 use cualloc::driver::sys::*;

@@ -144,7 +144,7 @@ fn an_end_that_fails_can_be_tried_again() {
     });
 }
 
-/// A copy back whose end nobody saw may be under way still: the next attempt waits for it before it writes there.
+/// A copy back whose end was not observed may still be running: the next attempt waits for it before it writes there.
 #[test]
 fn a_copy_with_unknown_end_is_waited_for() {
     packed(|rig| {

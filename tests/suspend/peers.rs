@@ -39,7 +39,7 @@ impl<'a> Peer<'a> {
         })
     }
 
-    /// What the driver says of an address is what the allocator was made with: the first two devices have access.
+    /// The driver reports the access that the allocator was created with: the first two devices have access.
     fn assert_access(&self, at: u64) {
         let entered = self.rig.context.enter().unwrap();
         for (number, device) in self.devices.iter().enumerate() {

@@ -143,7 +143,7 @@ fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
         assert_eq!(why.cause(), Cause::Limit, "{}", why.report());
         drop(other);
         stream.synchronize().unwrap();
-        // What nobody uses any more makes room.
+        // Unused memory makes room.
         allocator.resume(Select::Pool(&pool)).unwrap();
     });
 }
@@ -163,7 +163,7 @@ fn pools_that_are_dropped_while_they_are_suspended_hold_nothing() {
     });
 }
 
-/// What is away of a pool is for `resume` alone, also when its last block was dropped meanwhile.
+/// Only `resume` restores suspended memory of a pool, even if its last block was dropped meanwhile.
 #[test]
 fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
     pooled(|rig, allocator, pool, [stream]| {
@@ -185,7 +185,7 @@ fn a_trim_leaves_an_empty_pool_alone_that_is_suspended() {
     });
 }
 
-/// Nobody has to bring a pool back that nobody can use.
+/// A pool that cannot be used any more need not be resumed.
 #[test]
 fn an_unusable_pool_is_not_restored() {
     packed(|rig| {
@@ -216,12 +216,12 @@ fn an_unusable_pool_is_not_restored() {
     });
 }
 
-/// What is away of a released pool is given up by any call that looks; the books know that nothing is mapped.
+/// Any call that checks drops the suspended memory of a released pool; the figures show that nothing is mapped.
 #[test]
 fn figures_of_a_pool_released_while_suspended_agree() {
     pooled(|rig, allocator, pool, [stream]| {
         drop(block_in(&pool, &allocator, MIB, &stream));
-        // Its memory waits for a stream that nobody has asked.
+        // Its memory waits for a stream that was not queried.
         drop(pool);
         suspend(&allocator, Contents::Drop);
         let unused = Select::Tag(Tag::new("unused"));
@@ -260,7 +260,7 @@ fn a_pool_counts_until_it_is_suspended() {
         let (inside, other) = (allocator.clone(), rig.stream());
         let beside = allocator.graph_pool().unwrap();
         let hook = SegmentHook::new("test", move |_, _| {
-            // What pools hold is counted anew.
+            // The bytes that pools hold are counted again.
             drop(block_in(&beside, &inside, MIB, &other));
             let more = inside.allocate(12 * MIB, &other);
             assert_matches!(more, Err(Error::OutOfMemory(_)));

@@ -36,7 +36,7 @@ const CALLS: [&str; 12] = [
 
 const TAGS: [&str; 2] = ["weights", "cache"];
 
-/// Whose memory a block has.
+/// The owner of a block's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Home {
     /// A stream outside of pools.
@@ -48,7 +48,7 @@ struct Held {
     block: Block,
     home: Home,
     stream: usize,
-    /// What is in it; none if that is not known.
+    /// Its contents; none if they are unknown.
     word: Option<u32>,
     /// A capture left it.
     captured: bool,
@@ -74,7 +74,7 @@ struct Program<'a> {
     held: Vec<Held>,
     graphs: Vec<Captured>,
     words: u32,
-    /// What a model says is away: everything outside of pools, and each pool.
+    /// The suspended memory in the model: everything outside of pools, and each pool.
     arenas: bool,
     away: Vec<bool>,
     peer: bool,
@@ -221,7 +221,7 @@ impl Program<'_> {
         }
     }
 
-    /// What the allocator says is away.
+    /// The suspended memory according to the allocator.
     fn ask(&mut self) {
         for pool in 0..self.pools.len() {
             let select = Select::Pool(&self.pools[pool]);
@@ -243,7 +243,7 @@ impl Program<'_> {
         let tagged = [Contents::Drop, Contents::Pinned][self.random.index(2)];
         let keep = Keep::from(otherwise).tag(TAGS[0], tagged);
         let before: Vec<bool> = self.held.iter().map(|held| self.is_there(held)).collect();
-        // Work in the order of one pool ends before it goes; nobody launches meanwhile.
+        // Work in the order of one pool ends before it goes; no graph is launched meanwhile.
         let failing = self.trouble();
         let done = try_suspend(self.allocator, self.select(what), keep);
         self.calm();
@@ -261,7 +261,7 @@ impl Program<'_> {
                 assert!(failing, "{what:?}: {error:?}");
                 self.seen.failed_down += 1;
                 if let What::All = what {
-                    // Whatever could not be brought back is away.
+                    // Memory that could not be restored stays suspended.
                     let error = self.allocator.allocate(512, &self.streams[0]);
                     self.arenas = matches!(error, Err(Error::Suspended));
                 }

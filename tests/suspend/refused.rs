@@ -1,4 +1,4 @@
-//! What cannot be: errors with a type, and nothing changed.
+//! Refused calls: they return a typed error and change nothing.
 
 use super::support::*;
 
@@ -11,7 +11,7 @@ fn no_request_gets_suspended_memory() {
     packed(|rig| {
         let world = World::new(rig, Config::new());
         let (allocator, stream) = (&world.allocator, &world.stream);
-        // What caches hold as well.
+        // Memory in caches as well.
         for bytes in [512, 4096, 100_000, 3 * MIB] {
             drop(allocator.allocate(bytes, stream).unwrap());
         }

@@ -1,4 +1,4 @@
-//! What these tests share.
+//! Shared parts of these tests.
 
 pub use super::common::capturing::{Capturing, MODE, capture_output, pooled_on};
 pub use super::common::prelude::*;
@@ -37,8 +37,8 @@ pub fn is_suspended(allocator: &Allocator) -> bool {
     allocator.is_suspended(Select::Allocator).unwrap()
 }
 
-/// Blocks of all kinds with contents that tell them apart: small, large, and one in a view. They go before the allocator
-/// is closed.
+/// Blocks of all kinds with contents that tell them apart: small, large, and one in a view. They go before the
+/// allocator is closed.
 pub struct World<'a> {
     pub blocks: Vec<Block>,
     pub stream: Stream,

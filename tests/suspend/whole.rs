@@ -5,7 +5,7 @@ use cualloc::allocator::{Segment, SegmentChange, SegmentHook};
 use cualloc::error::Cause;
 use std::collections::HashSet;
 
-/// What a hook was told.
+/// The arguments of a hook's call.
 type Told = (SegmentChange, Vec<Segment>);
 
 #[test]
@@ -76,7 +76,7 @@ fn another_owner_has_the_memory_in_between() {
     });
 }
 
-/// N14: nobody comes back to less memory than there was.
+/// N14: a resume restores all the memory.
 #[test]
 fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
     packed(|rig| {
@@ -90,7 +90,7 @@ fn a_resume_without_memory_changes_nothing_and_may_be_tried_again() {
             match world.allocator.resume(Select::Allocator) {
                 Err(Error::OutOfMemory(why)) => {
                     assert!(why.requested > 40 * MIB as u64);
-                    // What is suspended is not on the device.
+                    // Suspended memory is not on the device.
                     assert_eq!(why.cause(), Cause::Others, "{}", why.report());
                     assert_eq!(why.others(), Some(free - 4 * MIB as u64));
                     assert_eq!(why.missing(), why.requested - 4 * MIB as u64);
@@ -126,7 +126,7 @@ fn blocks_are_freed_while_they_are_suspended() {
         rig.assert_held(reserved(&world.allocator));
         world.allocator.check().unwrap();
         world.assert_intact(rig);
-        // What nobody has any more can be had again.
+        // Released memory can be allocated again.
         for block in world.allocator.allocate_blocks(4, 5 * MIB, &world.stream) {
             rig.stamp(block.ptr(), 5 * MIB, 7, &world.stream);
         }
@@ -259,7 +259,7 @@ fn debug_modes_beside_suspension() {
             allocator.resume(Select::Allocator).unwrap();
             allocator.check().unwrap();
             assert_eq!(allocator.findings(), []);
-            // What stands behind a block is kept with its contents, and not looked at if they are lost.
+            // The guard past a block is kept with its contents, and not checked if they are lost.
             let end = first.ptr() + first.requested() as u64;
             // SAFETY: the guard is behind it.
             unsafe { stream.memset(end, 7, 1) }.unwrap();

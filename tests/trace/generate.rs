@@ -97,7 +97,7 @@ fn large_programs_have_few_large_blocks_of_sizes_that_do_not_repeat() {
     assert!((5.1..6.3).contains(&median), "{median}");
 }
 
-/// What is live at each row.
+/// The live blocks at each row.
 fn live_bytes(trace: &Trace) -> Vec<u64> {
     let rows = trace.rows().iter();
     let live = rows.scan(0, |live, row| {
@@ -143,7 +143,7 @@ fn sharded_programs_gather_and_reduce_on_separate_streams() {
             .iter()
             .filter(move |b| b.stream == u32::from(stream))
     };
-    // What is gathered is used elsewhere, and so all of it completes late.
+    // Gathered blocks are used on another stream, so all of them complete late.
     let late = trace
         .rows()
         .iter()
@@ -181,7 +181,7 @@ fn changed_sizes_stay_within_their_share() {
     );
 }
 
-/// The rows, and whether what is told of them is what a trace of them says.
+/// The rows, and whether the reported figures are those of a trace of them.
 fn agree(mut rows: Rows<'_>) {
     let all: Vec<_> = rows.by_ref().collect();
     let trace = Trace::from_rows("all", all.iter().copied()).unwrap();

@@ -256,7 +256,7 @@ mod ours {
     use cualloc::trace::{AllocationLog, Replay};
     use std::sync::Mutex;
 
-    /// What the logging adaptor writes is read back: two devices, tags with all that CSV must quote, a request that
+    /// Logs of the logging adaptor are read back: two devices, tags with all that CSV must quote, a request that
     /// fails, an address that is used again.
     #[test]
     fn a_log_of_this_crate_is_the_program() {

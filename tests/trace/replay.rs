@@ -44,7 +44,7 @@ fn rolling(blocks: usize) -> Trace {
     trace(&rows)
 }
 
-/// The first device, whose work completes so many rows after it was submitted.
+/// The first device, whose work completes this number of rows after it was submitted.
 fn device(simulator: &Simulator, lag: u64) -> Context {
     simulator.set_mode(match lag {
         0 => Mode::Instant,

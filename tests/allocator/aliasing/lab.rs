@@ -6,7 +6,7 @@ use super::cases::Case;
 use crate::common::prelude::*;
 use cualloc::driver::{Device, Function, MemoryProperties, Module};
 
-/// What a kernel does to a word; see `words.ptx`.
+/// The operation of a kernel on a word; see `words.ptx`.
 pub type Words = u32;
 pub const STORE: Words = 0;
 pub const ADD: Words = 1;
@@ -18,7 +18,7 @@ pub const CONSTANT: Words = 6;
 /// Pieces of both parities.
 pub const ANY: Words = 2;
 
-/// What a case cannot do without.
+/// The requirements of a case.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Needs {
     Nothing,
@@ -154,7 +154,7 @@ impl<'a> Lab<'a> {
         unsafe { entered.copy_device_to_device(to, from, bytes, stream.raw()) }.unwrap();
     }
 
-    /// What is given to `after` next follows what was given to `before`.
+    /// Orders the next work of `after` behind the present work of `before`.
     pub fn follow(&self, after: &Stream, before: &Stream) {
         let event = before.context().enter().unwrap().create_event().unwrap();
         event.record(before).unwrap();

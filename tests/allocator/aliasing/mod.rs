@@ -1,4 +1,4 @@
-//! What views stand on: one physical memory mapped at two addresses.
+//! The basis of views: one physical memory mapped at two addresses.
 //!
 //! What is written through one address is read through the other by the next operation in order,
 //! and neighbours in a page, each with an address of its own, do not meet. On a GPU by plain and
@@ -59,7 +59,7 @@ fn neighbours_in_a_page_do_not_meet_at_two_addresses() {
     run(cases::AT_ONCE);
 }
 
-/// What is not so is seen: otherwise the other tests would say nothing.
+/// Violations are detected: otherwise the other tests would show nothing.
 #[test]
 fn wrong_words_are_counted() {
     each_size(|lab, memory, _| {

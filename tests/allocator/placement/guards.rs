@@ -1,4 +1,4 @@
-//! Guards keep memory where it is, whoever frees it.
+//! Guards keep memory in place, whichever call frees it.
 
 use super::*;
 use cualloc::Stats;
@@ -117,7 +117,7 @@ fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
         // All but the guarded handles is gone.
         assert_eq!(stats.large.reserved.current, 40 * MIB as u64);
         allocator.check().unwrap();
-        // Their bytes are nobody's at home either.
+        // Their bytes are not usable at home either.
         let home = allocator.allocate(60 * MIB, &stream).unwrap();
         rig.stamp(home.ptr(), 60 * MIB, 1, &stream);
         rig.stamp(ptr, 40 * MIB, 2, &stream);

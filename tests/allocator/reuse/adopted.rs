@@ -3,7 +3,7 @@
 use crate::common::prelude::*;
 use cualloc::error::StreamMisuse;
 
-/// Allocates so many bytes by the handle and frees them at once, so many times.
+/// Allocates a number of bytes by the handle and frees them, a number of times.
 fn pairs(bytes: usize, allocator: &Allocator, stream: sys::CUstream, count: usize) {
     for _ in 0..count {
         let ptr = allocator.raw_allocate(bytes, stream).unwrap();
@@ -11,7 +11,7 @@ fn pairs(bytes: usize, allocator: &Allocator, stream: sys::CUstream, count: usiz
     }
 }
 
-/// Calls by an adopted handle ask nobody which stream it is, on each thread from its first one on; those by
+/// Calls by an adopted handle do not query which stream it is, on each thread from its first one on; those by
 /// the handle of the next stream do, whatever its value.
 #[test]
 fn r25_an_adopted_handle_is_not_queried_until_it_is_retired() {
@@ -133,7 +133,7 @@ fn r34_memory_of_an_adopted_stream_waits_for_its_work() {
     });
 }
 
-/// What can be adopted: streams of the allocator's own context that are the same on each thread.
+/// Streams that can be adopted: those of the allocator's own context that are the same on each thread.
 #[test]
 fn streams_that_cannot_be_adopted_are_refused() {
     each_simulated(|rig, sim| {

@@ -47,7 +47,7 @@ fn r61_freed_blocks_serve_larger_ones() {
     });
 }
 
-/// What may be held for a peak of live requests: a hundredth more or 16 MiB, and the small arena.
+/// The bytes that may be held for a peak of live requests: a hundredth more or 16 MiB, and the small arena.
 fn bound(rig: &Rig, allocator: &cualloc::Allocator) -> u64 {
     assert!(rig.packed());
     let peak = allocator.stats().all.requested.peak;

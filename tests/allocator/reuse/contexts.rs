@@ -135,7 +135,7 @@ fn d6_a_context_may_be_destroyed_once_its_streams_are_retired() {
     }
 }
 
-/// What a retired stream of another context is still at comes before the memory's next user.
+/// Unfinished work of a retired stream of another context precedes the memory's next user.
 #[test]
 fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
     each_simulated(|rig, sim| {

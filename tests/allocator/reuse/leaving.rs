@@ -88,7 +88,7 @@ fn d3_a_free_that_began_before_the_end_counts() {
             retiring.join().unwrap();
         });
         drop(buffer);
-        assert!(!interlude::is_due(), "nobody asked");
+        assert!(!interlude::is_due(), "no query was made");
         use_elsewhere(rig, &allocator, BLOCK, &other);
     });
 }
@@ -129,8 +129,8 @@ fn d3_columns_of_a_retired_stream_come_before_the_next_user() {
     }
 }
 
-/// What comes back through an export is used by its new home until its drop, which its owner is told at once,
-/// and again if that was retired since.
+/// What comes back through an export is used by its new home until its drop, which is reported to its owner
+/// immediately, and again if that was retired since.
 #[test]
 fn d3_a_column_that_came_back_counts_on_a_retired_stream() {
     before_the_next_user(|rig, sim, allocator, home, bytes| {
@@ -192,12 +192,12 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
         allocator.retire(&a).unwrap();
         allocator.trim(0).unwrap();
         assert_eq!(allocator.stats().streams, 1);
-        assert_eq!(a.holders(), 1, "the allocator lets go of it");
+        assert_eq!(a.holders(), 1, "the allocator drops it");
     });
 }
 
 /// A question to a stream that fails when another thread has retired it meanwhile leaves nothing to be covered:
-/// nobody could cover it, and `close` would wait for ever.
+/// no marker could cover it, and `close` would wait for ever.
 #[test]
 fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
     each_with_interludes(|rig, sim| {
@@ -296,7 +296,7 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
 }
 
 /// The legacy stream is kept as the context is, also where it was only ever named by its handles: a marker may
-/// be recorded there at any time, so also for a batch that is not full and that nobody names.
+/// be recorded there at any time, so also for a batch that is not full and whose stream no call names.
 #[test]
 fn d12_the_legacy_stream_is_kept_under_either_handle() {
     only(Policy::Packed, |rig| {

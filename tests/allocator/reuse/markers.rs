@@ -1,4 +1,4 @@
-//! What a marker covers, and what markers cost.
+//! The frees that a marker covers, and the cost of markers.
 
 use super::late::{BLOCK, covers_no_later_free};
 use super::two_devices;
@@ -31,7 +31,7 @@ fn r32_r74_steady_state_creates_no_events_and_holds_no_more() {
             for bytes in [3 * KIB, 3 * MIB, 12 * MIB] {
                 let block = allocator.allocate(bytes, own).unwrap();
                 block.record_stream(other).unwrap();
-                // A stream that is idle when somebody asks needs no marker.
+                // A stream that is idle when its memory is requested needs no marker.
                 rig.stamp(block.ptr(), 3 * KIB, 1, own);
                 drop(block);
             }

@@ -9,7 +9,7 @@ fn handle(value: usize) -> sys::CUstream {
     std::ptr::without_provenance_mut(value)
 }
 
-/// What a handle stands for in a context.
+/// The stream that a handle means in a context.
 fn meant(context: &Context, value: usize) -> Stream {
     match value {
         2 => Stream::per_thread(context),
@@ -74,7 +74,7 @@ fn d11_special_handles_name_streams_of_the_allocators_context() {
     });
 }
 
-/// What is done with the stream after the frees.
+/// The action on the stream after the frees.
 #[derive(Clone, Copy, Debug)]
 enum Then {
     Nothing,

@@ -1,10 +1,10 @@
-//! What another stream may still use, and when it may be had.
+//! Memory that another stream may still use, and when it becomes available.
 
 use super::waits;
 use crate::common::prelude::*;
 
-/// S1.40, S1.46: what another stream may still use is not handed out. R29: a use recorded through a pointer into a block
-/// is a use of the block.
+/// S1.40, S1.46: what another stream may still use is not handed out. R29: a use recorded through a pointer into a
+/// block is a use of the block.
 #[test]
 fn s1_40_s1_46_r29_recorded_block_is_not_reused_while_the_stream_runs() {
     each(|rig| {

@@ -34,7 +34,7 @@ fn held_back_blocks_are_used_before_growth() {
             drop(blocks);
             assert_eq!(reserved(&allocator), STEP * PAGE);
         }
-        // What the other stream has not come to the end of is held back still.
+        // Memory that the other stream still uses is held back.
         let kept: Vec<Block> = allocator.allocate_blocks(STEP, PAGE / 2, &a);
         let hold = rig.hold(&b);
         for block in &kept {
@@ -48,7 +48,7 @@ fn held_back_blocks_are_used_before_growth() {
     });
 }
 
-/// R61: what one stream's stream cache did not need since the last time that somebody lacked a page serves
+/// R61: what one stream's stream cache did not need since the last time that a page was missing serves
 /// others before memory is added.
 #[test]
 fn r61_idle_pages_serve_other_streams() {
@@ -112,7 +112,7 @@ fn r61_an_idle_cache_gives_up_all_its_pages() {
     });
 }
 
-/// Blocks that another stream used are one free run again once it is done, whoever merges them.
+/// Blocks that another stream used are one free run again once it is done.
 #[test]
 fn returned_blocks_merge() {
     only(Policy::Packed, |rig| {

@@ -1,4 +1,4 @@
-//! When segments of the classic policy are freed: once nobody uses them, whatever the freeing call waits for.
+//! When segments of the classic policy are freed: once they are unused, whatever the freeing call waits for.
 
 use crate::common::prelude::*;
 
@@ -87,7 +87,7 @@ fn s1_a_segment_without_a_marker_is_waited_for_with_its_context() {
     });
 }
 
-/// S1: the end waits for what is in use, whoever uses it.
+/// S1: closing waits for memory in use on any stream.
 #[test]
 fn s1_closing_waits_before_segments_are_freed() {
     classic(|rig| {

@@ -141,7 +141,7 @@ fn r26_per_thread_streams_are_distinguished() {
             assert!(other != ptr || !done, "the same address without a wait");
             let waits = allocator.stats().stream_waits;
             let again = allocator.raw_allocate(bytes, PER_THREAD).unwrap();
-            // What the other thread used may be complete by now, and at a lower address.
+            // Memory used by the other thread may be complete now, and at a lower address.
             assert!(again == ptr || again == other, "{bytes}: new memory");
             let stats = allocator.stats();
             assert_eq!(stats.stream_waits, waits, "the own stream needs no wait");
@@ -236,7 +236,7 @@ fn ends_behind_the_free(
             done.store(true, Ordering::SeqCst);
         }));
         begins.recv().unwrap();
-        // What it has to do takes moments, unless it waits for this thread.
+        // Its work takes moments, unless it waits for this thread.
         for _ in 0..20_000 {
             std::thread::yield_now();
         }
@@ -253,7 +253,7 @@ fn ends_behind_the_free(
     rig.assert_clean();
 }
 
-/// What a free asks of its stream: under a debug mode about captures, and to wait for it.
+/// The driver calls of a free on its stream: under a debug mode a capture query and a wait.
 #[test]
 fn r24_a_retirement_waits_for_a_free_that_uses_the_stream() {
     let close = |allocator: &Allocator, _: &Stream| allocator.close();

@@ -1,4 +1,4 @@
-//! Memory that nobody else asks for gets no marker, and a stream that is idle when somebody asks needs
+//! Memory that no other stream requests gets no marker, and a stream that is idle at the request needs
 //! none.
 
 use super::late::{BLOCK, covers_no_later_free};
@@ -12,8 +12,8 @@ fn records(rig: &Rig) -> u64 {
     rig.calls("cuEventRecord")
 }
 
-/// Frees so much on a stream that its full batches wait from then on until somebody asks. It is not the
-/// only stream.
+/// Frees so much on a stream that its full batches wait from then on until another stream requests memory. It is not
+/// the only stream.
 fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
     drop(allocator.allocate(512, other).unwrap());
     let markers = allocator.stats().markers;
@@ -69,7 +69,7 @@ fn near_the_limit_the_stream_itself_is_queried() {
     }
 }
 
-/// What a stream freed while it was alone is there for the first one that comes, also from a later slot.
+/// Memory that a lone stream freed is available to the next stream, also from a later slot.
 #[test]
 fn memory_freed_by_a_lone_stream_is_queried() {
     each(|rig| {
@@ -109,7 +109,7 @@ fn a_failed_request_still_frees_complete_memory() {
         let ptr = block.ptr();
         unasked(&allocator, &a, &b);
         allocator.trim(0).unwrap();
-        // Too little to wait for somebody who asks.
+        // Too little to wait for a request.
         drop(block);
         assert!(
             allocator
@@ -140,7 +140,7 @@ fn a_query_that_finds_the_context_lost_reports_that() {
     });
 }
 
-/// A stream that is busy when somebody asks gets its marker then, and its next ones at once.
+/// A stream that is busy when its memory is requested gets its marker then, and its next ones immediately.
 #[test]
 fn a_busy_stream_is_marked_when_its_memory_is_requested() {
     each(|rig| {
@@ -152,7 +152,7 @@ fn a_busy_stream_is_marked_when_its_memory_is_requested() {
         rig.stamp(ptr, BLOCK, 1, &a);
         let before = (records(rig), waits(rig));
         drop(early);
-        assert_eq!(records(rig), before.0, "nobody has asked");
+        assert_eq!(records(rig), before.0, "no request needed it");
         let elsewhere = allocator.allocate(BLOCK, &b).unwrap();
         assert_ne!(elsewhere.ptr(), ptr);
         assert_eq!(records(rig), before.0 + 1);
@@ -192,7 +192,7 @@ fn streams_that_are_behind_are_marked_immediately() {
     });
 }
 
-/// What was freed on an idle stream goes back to the driver at once, marked or not.
+/// Memory freed on an idle stream is released to the driver immediately, marked or not.
 #[test]
 fn idle_streams_are_trimmed_without_a_marker() {
     each(|rig| {

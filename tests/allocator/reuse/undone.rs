@@ -89,7 +89,7 @@ fn d1_the_gap_before_a_grown_block_follows_its_stream() {
     });
 }
 
-/// D7: a use that fails to be recorded is not: who is told so never marks the stream that he meant.
+/// D7: a use whose recording failed does not count: the caller never marks its stream.
 #[test]
 fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;

@@ -46,7 +46,7 @@ fn blocks_are_freed_after_their_stream_was_destroyed() {
     });
 }
 
-/// What a stream that is gone left undone is waited for before others have its memory.
+/// Unfinished work of a destroyed stream is waited for before others get its memory.
 #[test]
 fn memory_of_a_destroyed_stream_waits_for_its_work() {
     each_simulated(|rig, sim| {
@@ -117,7 +117,7 @@ fn short_lived_streams_leave_their_memory() {
             drop(allocator.allocate(20 * MIB, &other).unwrap());
         }
         let peak = allocator.stats().all.reserved.peak;
-        // Of some streams it is not known yet that nobody speaks of them any more.
+        // Some streams are not yet known to be unused.
         assert!(peak <= 512 * MIB as u64, "{peak} bytes held for 60 MiB");
     });
 }

@@ -48,7 +48,7 @@ fn a_trim_lowers_the_soft_cap() {
     });
 }
 
-/// What helps nobody is no reason to fail: above the soft cap memory grows when there is nothing to
+/// Memory that cannot be reused is no reason to fail: above the soft cap memory grows when there is nothing to
 /// stitch.
 #[test]
 fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
@@ -119,8 +119,8 @@ fn a_failed_request_does_not_raise_the_soft_cap() {
         let _live = [&a, &b].map(|stream| allocator.allocate(GIB, stream).unwrap());
         let error = allocator.allocate(3 * GIB, &a).unwrap_err();
         assert!(error.is_out_of_memory(), "{error:?}");
-        // The refusal is over after 512 large requests, and one that needs growth sees it. Lengths that do not recur are no
-        // stream cache's.
+        // The refusal is over after 512 large requests, and one that needs growth sees it. Lengths that do not recur
+        // are no stream cache's.
         for at in 0..600 {
             drop(allocator.allocate(MIB + at * 512, &a).unwrap());
         }
@@ -132,7 +132,7 @@ fn a_failed_request_does_not_raise_the_soft_cap() {
 }
 
 /// On a full device a stitch that lacks one handle takes it from what the other arena has idle, and
-/// nobody waits for the device.
+/// no call waits for the device.
 #[test]
 fn a_stitch_takes_memory_that_the_other_arena_released() {
     let full = SimConfig::with_devices(1, 22 << 20);
@@ -196,8 +196,8 @@ fn a_stitch_lies_between_open_ends_at_the_limit() {
     });
 }
 
-/// Near the limit what is too small for a stitch leaves handles whole for others, and lies where the memory is in pieces
-/// already; with room left, and of a lone stream, it lies at the best fit.
+/// Near the limit what is too small for a stitch leaves handles whole for others, and lies where the memory is in
+/// pieces already; with room left, and of a lone stream, it lies at the best fit.
 #[test]
 fn small_requests_spare_whole_handles_near_the_limit() {
     packed(|rig| {

@@ -108,7 +108,7 @@ fn a_view_is_removed_for_memory_of_another_arena() {
     });
 }
 
-/// What the arena of small blocks has left over goes to a stitch that lacks it.
+/// Unused memory of the arena of small blocks is released for a stitch.
 #[test]
 fn r8_another_arena_is_released_for_a_stitch() {
     packed(|rig| {

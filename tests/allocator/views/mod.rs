@@ -93,7 +93,7 @@ fn view_of(allocator: &Allocator, block: &Block) -> Option<u64> {
         .map(|s| s.address)
 }
 
-/// What stands at home, without live blocks in views.
+/// The blocks at home, without live blocks in views.
 fn home(allocator: &Allocator) -> Vec<BlockInfo> {
     let segments = allocator.snapshot();
     let blocks = segments.into_iter().filter(|s| !s.view && !s.small);

@@ -3,7 +3,7 @@
 use super::{PART, TWO, aliased, home, packed, scattered, view_of};
 use crate::common::prelude::*;
 
-/// A view of [`TWO`] bytes that nobody uses: its address.
+/// The address of an unused view of [`TWO`] bytes.
 fn idle_view(allocator: &Allocator, stream: &Stream) -> u64 {
     let block = allocator.allocate(TWO, stream).unwrap();
     assert!(view_of(allocator, &block).is_some());
@@ -42,7 +42,7 @@ fn a_run_in_a_view_waits_for_uses_at_home() {
     });
 }
 
-/// What streams did to a block in a view holds for its bytes at home.
+/// Uses of a block in a view apply to its bytes at home.
 #[test]
 fn uses_of_a_block_in_a_view_apply_at_home() {
     packed(|rig| {
@@ -87,7 +87,7 @@ fn a_stitch_waits_for_pending_memory() {
     });
 }
 
-/// What needs no wait is taken before what does.
+/// Memory that needs no wait is taken first.
 #[test]
 fn a_stitch_prefers_complete_memory() {
     packed(|rig| {
@@ -149,7 +149,7 @@ fn r2_a_failed_wait_leaves_memory_pending() {
             let theirs = allocator.allocate(PART, &b).unwrap();
             let hold = use_and_free(rig, theirs, &b);
             let before = allocator.snapshot();
-            // Not one that speaks of the marker, which would be replaced.
+            // Not an error about the marker, which would be replaced.
             let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
             sim.fail(FailPlan::call("cuStreamWaitEvent", code).unwrap());
             assert_matches!(allocator.allocate(TWO, &a), Err(Error::Driver(_)));
@@ -167,7 +167,7 @@ fn r2_a_failed_wait_leaves_memory_pending() {
     });
 }
 
-/// What was kept is no use of the view: only blocks in it are.
+/// Held memory does not use the view: only blocks in it do.
 #[test]
 fn a_view_serves_another_stream_when_its_last_block_is_over() {
     packed(|rig| {

@@ -1,4 +1,4 @@
-//! What others do with the physical memory of a block: exports, imports, registrations.
+//! Foreign uses of a block's physical memory: exports, imports, registrations.
 #![cfg(unix)]
 
 use std::os::fd::AsFd;

@@ -55,7 +55,7 @@ impl World {
         }
     }
 
-    /// What holds after every run, once the fault is over.
+    /// Invariants after every run, once the fault is over.
     fn judge(&self, at: &str) -> Result<(), String> {
         self.sim.complete_all();
         self.alloc.check().map_err(|e| format!("{at}: {e}"))?;
@@ -67,7 +67,7 @@ impl World {
     }
 
     fn end(self, at: &str, lost: &Leaks) -> Result<(), String> {
-        // What was dropped and could not be freed is freed by the next call that may.
+        // Dropped blocks that could not be freed are freed by the next call that can.
         let trimmed = self.alloc.trim(u64::MAX);
         trimmed.map_err(|e| format!("{at}: trim: {e:?}"))?;
         let live = self.alloc.stats().all.allocations.current;
@@ -192,7 +192,7 @@ fn judge_fault(
     // Errors own what could not be given up.
     drop(result);
     if lasts(fault) {
-        // What is dropped meanwhile may have to be given up.
+        // Blocks dropped meanwhile may be lost.
         return Ok(());
     }
     let again = format!("{at}, again");
@@ -211,7 +211,7 @@ fn judge_fault(
     world.end(at, &lost)
 }
 
-/// Blocks of the driver's pools that could not go are kept for the whole process, and whoever comes next tries
+/// Blocks of the driver's pools that could not go are kept for the whole process, and the next call tries
 /// to free them: two sweeps at once would meet each other's.
 static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
 

@@ -1,4 +1,4 @@
-//! What is run with faults.
+//! The programs that run with faults.
 
 use cualloc::Tag;
 
@@ -143,7 +143,7 @@ fn exchange(w: &World) -> Outcome {
     Ok(())
 }
 
-/// Memory of somebody else, who frees it when it is released.
+/// Memory of another owner, who frees it when it is released.
 mod theirs {
     use cualloc::driver::Context;
     use cualloc::exchange::dlpack::{DLDataType, DLDevice, DLManagedTensor, DLTensor};
@@ -281,7 +281,7 @@ fn native(w: &World) -> Outcome {
     follow(w, &a, &b)?;
     work(&w.context, block.as_device_ptr(), 4096, &b)?;
     if let Err(failed) = block.free() {
-        // The caller has it still, and uses it on the stream that it told of.
+        // The caller has it still, and uses it on the recorded stream.
         work(&w.context, failed.value.as_device_ptr(), 4096, &b)?;
         failed.value.free()?;
         let next = DeviceBuffer::<u8>::uninit(&pool, 4096, &a)?;
@@ -294,7 +294,7 @@ fn native(w: &World) -> Outcome {
     follow(w, &a, &b)?;
     work(&w.context, second.as_device_ptr(), 4096, &b)?;
     if let Err(error) = second.record_use(&b) {
-        // Nobody knows of the use but who made it.
+        // Only its maker knows of the use.
         if b.synchronize().or_else(|_| b.synchronize()).is_err() {
             std::mem::forget(second);
         }
@@ -406,10 +406,10 @@ fn use_across(
     nothing_left(resource.usage()?.outstanding() - before)
 }
 
-/// What a program says that finds something left.
+/// The message of a program that finds something left.
 pub const LEFT: &str = "something is left";
 
-/// What is left although all of it was given back.
+/// The objects that are left although all were released.
 fn nothing_left(left: u64) -> Outcome {
     match left {
         0 => Ok(()),

@@ -269,7 +269,7 @@ impl Machine<'_> {
         self.freed.push(held.ptr);
     }
 
-    /// Takes a block, uses it and gives it back, so many times.
+    /// Takes a block, uses it and returns it, a number of times.
     pub fn again(&mut self, stream: u32, bytes: usize, times: u64) -> Done {
         for _ in 0..=times {
             let before = self.blocks.len();

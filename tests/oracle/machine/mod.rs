@@ -24,7 +24,7 @@ use super::program::Setup;
 use spares::Spares;
 use streams::{Handle, Lane, destroy_raw};
 
-/// What a run did.
+/// The totals of a run.
 #[derive(Default, Debug, Clone, Copy)]
 pub struct Summary {
     pub allocations: u64,
@@ -181,7 +181,7 @@ fn first_report(sim: &Simulator) -> Done {
     ))
 }
 
-/// Figures without those that tell a block which nobody holds in a large-block cache, in use for the heap, from
+/// Figures without those that tell a block that is free in a large-block cache, in use for the heap, from
 /// the same bytes out of the large-block cache, free there. A call that looks at the block takes it off.
 fn without_large_caches(stats: Stats) -> Stats {
     let mut apart = stats;

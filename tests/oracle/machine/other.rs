@@ -53,7 +53,7 @@ impl Machine<'_> {
         let ptr = block.ptr();
         self.checker.tracker().handed_out(ptr, block.size(), number);
         self.other.blocks.push((block, number));
-        // SAFETY: the block and the stream are alive; nobody else uses the block.
+        // SAFETY: the block and the stream are alive; no one else uses the block.
         self.own(|entered| unsafe { entered.memset_d8(ptr, 3, bytes, stream.raw()) })
     }
 

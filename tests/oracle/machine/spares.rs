@@ -13,7 +13,7 @@ use crate::program::Relief;
 
 const NAME: &str = "spares";
 
-/// What was left to the hook.
+/// The blocks left to the hook.
 #[derive(Default)]
 pub(super) struct Spares(Mutex<Lists>);
 

@@ -1,4 +1,4 @@
-//! Work on blocks, and what the allocator is told of it.
+//! Work on blocks, and the uses reported to the allocator.
 
 use cualloc::Error;
 
@@ -142,7 +142,7 @@ impl Machine<'_> {
         self.touch(at, lane, write)?;
         let result = self.record(at, lane, true, 0);
         if self.tolerate(result)?.is_none() {
-            // The work is submitted: somebody has to know of it.
+            // The work is submitted, so it must be recorded.
             self.mend();
             self.record(at, lane, true, 0).map_err(text)?;
         }

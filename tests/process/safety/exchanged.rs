@@ -1,4 +1,4 @@
-//! Memory that is lent, comes back, or goes back, is as large as it was, and nobody's work is left behind.
+//! Memory that is lent, comes back, or goes back, is as large as it was, and no work is left behind.
 
 use super::World;
 use crate::common::prelude::*;
@@ -88,7 +88,7 @@ fn d10_the_last_release_waits_for_the_consumers_contexts() {
         let refused = column.into_buffer::<u32>().expect_err("lent");
         drop(lent);
         assert!(!theirs.is_complete().unwrap());
-        // The end of uses that nobody records is waited for by the last.
+        // The last owner waits for the end of uses that are not recorded.
         drop(refused);
         assert!(theirs.is_complete().unwrap(), "{consumer:?}");
     }

@@ -82,7 +82,7 @@ fn d2_no_block_bypasses_the_layer_that_tracks_its_uses() {
         block = *failed.value;
     }
     twice.deallocate_block(block).unwrap();
-    // What another resource of the kind handed out is not known.
+    // Blocks of another resource of the same kind are unknown.
     let stranger = AccessOrdered::new(world.allocator.clone());
     let block = stranger.allocate_block(&Request::new(64), &home).unwrap();
     let failed = twice.deallocate_block(block).expect_err("a stranger's");

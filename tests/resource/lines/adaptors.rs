@@ -72,7 +72,7 @@ fn s5_31_s5_32_records_are_complete() {
     });
 }
 
-/// S5.68, S5.69: nothing is allocated for nobody, and the ring is bounded.
+/// S5.68, S5.69: nothing is allocated without a sink, and the ring is bounded.
 #[test]
 fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
     packed(|rig| {
@@ -97,8 +97,8 @@ fn s5_68_s5_69_null_sink_allocates_nothing_and_the_ring_is_bounded() {
     });
 }
 
-/// A use whose end cannot be marked: the call says so, and the last fill comes after whatever the stream was given until
-/// the block is freed. Where even that cannot be marked the block is not taken back.
+/// A use whose end cannot be marked: the call says so, and the last fill comes after whatever the stream was given
+/// until the block is freed. Where even that cannot be marked the block is not taken back.
 #[test]
 fn poison_is_ordered_after_uses_that_could_not_be_recorded() {
     each(|rig| {
@@ -153,7 +153,7 @@ fn s5_11_s5_70_poison_comes_after_recorded_uses() {
             rig.stamp(ptr, 4096, 0x0101_0101, &b);
             resource.record_use(&id, &b).unwrap();
             resource.deallocate_block(block).unwrap();
-            // The fill waits for b, and nobody waited on the host.
+            // The fill waits for b, without a wait on the host.
             assert!(!a.is_complete().unwrap(), "the fill came before the use");
             hold.release();
             rig.settle(&a);

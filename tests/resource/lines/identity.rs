@@ -1,4 +1,4 @@
-//! Who a block is, and what is said about it.
+//! The identity of blocks, and queries about them.
 
 use cualloc::Request;
 use cualloc::driver::Stream;

@@ -61,7 +61,7 @@ fn fail(rig: &Rig, call: &str) -> bool {
 /// Hands its first block out again and again, under new keys.
 struct Twice(Allocator, Mutex<Option<(u64, usize)>>);
 
-// SAFETY: none: that a block is handed out twice is what is looked for, and nobody uses its memory.
+// SAFETY: none: the test hands a block out twice on purpose, and its memory is not used.
 unsafe impl MemoryResource for Twice {
     fn allocate_block(&self, request: &Request, stream: &Stream) -> Result<RawBlock, Error> {
         let mut first = self.1.lock().unwrap();

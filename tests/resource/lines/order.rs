@@ -234,7 +234,7 @@ fn s5_72_destroyed_stream_is_known_by_its_marker() {
         raw.destroy();
         assert_eq!(resource.usage().unwrap().pending, 4096, "not assumed done");
         assert_eq!(resource.state(&id), BlockState::Pending);
-        // Nobody may wait: the bytes stay. Whoever gives them up without a wait is wrong.
+        // No wait is possible: the bytes stay. Releasing them without a wait would be wrong.
         sim.deny_host_waits(true);
         assert!(resource.reap().is_err(), "it was not waited for");
         sim.deny_host_waits(false);

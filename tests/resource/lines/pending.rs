@@ -113,7 +113,7 @@ fn s5_30_budget_follows_actual_frees() {
     });
 }
 
-/// S5.56: a reap that waits for a stream holds nobody up.
+/// S5.56: a reap that waits for a stream blocks no other thread.
 #[test]
 fn s5_56_reap_blocks_no_thread() {
     packed(|rig| {

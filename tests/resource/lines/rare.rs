@@ -55,7 +55,7 @@ fn a_free_does_not_join_the_capture_of_a_recorded_stream() {
     });
 }
 
-/// What is put on a retired stream at the free is work that reuse waits for.
+/// Reuse waits for work submitted to a retired stream at the free.
 fn retired<R: MemoryResource>(rig: &Rig, make: impl Fn(&Allocator) -> R, access: bool) {
     let Some(sim) = rig.sim() else { return };
     let allocator = rig.allocator();
@@ -139,7 +139,7 @@ fn a_probe_frees_blocks_of_another_threads_stream() {
     });
 }
 
-/// What a hook or listener captured is dropped without a lock, whatever that does.
+/// The captured values of a hook or listener are dropped without a lock.
 #[test]
 fn hooks_may_own_the_memory_they_free() {
     packed(|rig| {

@@ -1,4 +1,4 @@
-//! What programs do with memory that is there, and hear of memory that is not.
+//! Steps of programs on present memory, and errors for suspended memory.
 
 use super::super::support::*;
 use super::{Captured, Held, Home, Program};
@@ -142,7 +142,7 @@ impl Program<'_> {
             other.wait_for(&stream).unwrap();
         }
         self.seen.launched += 1;
-        // What other graphs left may have been overwritten; what was never a graph's was not.
+        // Data of other graphs may be overwritten; data outside of graphs is not.
         let (output, bytes, word) = (graph.output, graph.bytes, graph.word);
         let captured = self
             .held
