@@ -32,8 +32,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     let handed_over: *mut DLManagedTensorVersioned = tensor.into_raw();
 
-    // What it would do: look at the tensor, and hand one back, here the same.
-    // SAFETY: the pointer was made just now, and is owned by whoever has it.
+    // The other library would read the tensor and return one; here it returns the same.
+    // SAFETY: the pointer was created above, and this code owns it.
     let back = unsafe { Dlpack::from_raw(handed_over) }?;
     assert_eq!(back.tensor()?.data as u64, address);
 

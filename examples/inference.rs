@@ -1,5 +1,5 @@
-//! An inference loop on four streams, each with a thread of its own: page-locked input and output, a batch on
-//! the device, and scratch memory that comes from the cache from the second round on.
+//! An inference loop on four streams with a thread each: page-locked input and output, a batch on the device, and
+//! scratch memory that comes from the cache from the second round on.
 //!
 //! ```text
 //! cargo run --example inference --features sim
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error + Send + Sync>> {
     Ok(())
 }
 
-/// What one thread does: its stream gives the order, so nothing waits but for the answer.
+/// The work of one thread: its stream orders everything, so the host waits only for the result.
 fn serve(allocator: &Allocator, context: &Context, number: usize) -> Outcome {
     let stream = allocator.create_stream()?;
     let mut input = PinnedBuffer::<f32>::zeroed(context, BATCH)?;

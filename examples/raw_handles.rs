@@ -56,7 +56,7 @@ pub unsafe extern "C" fn gpu_open(context: CUcontext) -> *mut Allocator {
     }
 }
 
-/// A block of so many bytes, ready on the stream; 0 if it went well.
+/// Allocates a block that is ready on the stream; returns 0 on success.
 ///
 /// # Safety
 /// `gpu` is open, the stream is live, `out` can be written.
@@ -125,7 +125,7 @@ pub unsafe extern "C" fn gpu_close(gpu: *mut Allocator) -> c_int {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // What the program in C has: the driver's functions, a context, streams.
+    // The program in C has the driver's functions, a context and streams.
     let driver = Driver::load_or_simulate()?;
     let context = driver.context(0)?;
     let _current = context.enter()?;
@@ -168,6 +168,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         assert_eq!(gpu_close(gpu), 0);
     }
-    println!("one block went through two streams of somebody else's");
+    println!("one block was used on two streams of the caller");
     Ok(())
 }

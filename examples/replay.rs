@@ -4,7 +4,7 @@
 //! cargo run --release --example replay --features sim [FILE]
 //! ```
 //!
-//! FILE is a recording as text (`tests/data/README.md` says how it looks); without one a program is made up.
+//! FILE is a trace as text, described in `tests/data/README.md`; without one, a program is generated.
 
 use std::error::Error;
 use std::fs::File;

@@ -1,15 +1,14 @@
-//! What it costs to suspend memory and bring it back, beside the bare calls of the driver on as many handles.
+//! Measures suspending and resuming memory, beside the bare driver calls for as many handles.
 //!
 //! ```text
 //! cargo run --release --example suspend --features sim -- [--sim] [--peer N] [--others N] [GIB [HANDLE_MIB [KEPT_GIB [ROUNDS]]]]
 //! ```
 //!
-//! By default 20 GiB in handles of 32 MiB without contents, then 8 GiB kept in page-locked memory, 5 rounds each, on
-//! device 0. With `--sim`, and without a driver, on the simulator, whose times are those of its own work, and by default
-//! 1 GiB once; with `--peer` another device has
-//! access, too. Times are medians, in milliseconds. With `--others` it goes on so many rounds in which another process
-//! takes all memory that is free between a suspension and its end; contents are compared, and a resume while somebody
-//! else has the memory says what lacks.
+//! By default: 20 GiB in handles of 32 MiB without contents, then 8 GiB kept in page-locked memory, 5 rounds each, on
+//! device 0. With `--sim`, and without a driver, it runs on the simulator (1 GiB once by default), whose times are
+//! those of its own work. With `--peer` another device has access, too. Times are medians, in milliseconds. With
+//! `--others` a number of rounds follows in which another process takes all free memory between a suspension and its
+//! resume: contents are compared, and a resume that lacks memory reports how much is missing.
 
 use std::error::Error;
 use std::time::Instant;
@@ -23,7 +22,7 @@ const GIB: usize = 1 << 30;
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
-/// What is measured.
+/// The sizes to measure.
 struct Plan {
     bytes: usize,
     handle: usize,
@@ -168,7 +167,7 @@ fn others_between(context: &Context, plan: &Plan, simulated: bool) -> Outcome {
     Ok(allocator.close()?)
 }
 
-/// What is kept is what it was.
+/// Checks that kept contents are unchanged.
 fn compare(context: &Context, stream: &Stream, at: u64, bytes: usize) -> Outcome {
     let mut read = vec![0u8; 64 * MIB];
     let entered = context.enter()?;

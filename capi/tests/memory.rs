@@ -103,7 +103,7 @@ fn an_error_takes_no_memory() {
                 "0x1",
             ),
         ];
-        // Whatever comes into being at first use does so now.
+        // Everything that is created on first use is created now.
         for (code, call, _) in &calls {
             assert_eq!(call(), *code);
         }

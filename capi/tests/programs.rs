@@ -365,7 +365,7 @@ fn the_snippet_of_the_document_runs() {
     }
 }
 
-/// What `nm` says of a library, as lines.
+/// The output of `nm` for a library, as lines.
 fn defined(arguments: &[&str], library: &str) -> Vec<String> {
     let output = run(Command::new("nm")
         .args(arguments)

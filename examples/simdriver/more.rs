@@ -91,7 +91,7 @@ fn finished(submitted: Result<(), CUresult>) -> Result<(), CUresult> {
     table!(cuStreamSynchronize(LEGACY))
 }
 
-/// What `cuStreamAddCallback` has called later.
+/// A callback passed to `cuStreamAddCallback`.
 struct Callback {
     function: StreamCallback,
     stream: CUstream,
@@ -104,7 +104,7 @@ unsafe extern "C" fn run(data: *mut c_void) {
     // SAFETY: the caller's contract.
     let callback = unsafe { Box::from_raw(data.cast::<Callback>()) };
     if let Some(function) = callback.function {
-        // SAFETY: whoever added the callback vouches for it.
+        // SAFETY: the caller that added the callback is responsible for it.
         unsafe { function(callback.stream, OK, callback.data) };
     }
 }
@@ -281,7 +281,7 @@ more! {
         let boxed = Box::into_raw(Box::new(callback));
         let added = table!(cuLaunchHostFunc(stream, Some(run), boxed.cast()));
         if added.is_err() {
-            // SAFETY: nobody took it.
+            // SAFETY: the driver did not take it.
             drop(unsafe { Box::from_raw(boxed) });
         }
         added

@@ -170,9 +170,9 @@ fn a_request_that_failed_has_to_fit_too() {
         }
         let reason = "the program requires 130.00 MiB, including a request that failed";
         assert_eq!(lines[0]["reasons"][0], reason);
-        let told = stderr(&output);
+        let printed = stderr(&output);
         let note = "one request failed in the recorded program, of 50 MiB (line 3)";
-        assert!(told.contains(note), "{told}");
+        assert!(printed.contains(note), "{printed}");
         let output = fed(&["replay", "-", "--device", "sim", "--json"], file);
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         let line = object(&output);
@@ -180,10 +180,10 @@ fn a_request_that_failed_has_to_fit_too() {
             (&line["failed_requests"], &line["completed"]),
             (&1.into(), &true.into())
         );
-        let told = stderr(&output);
+        let printed = stderr(&output);
         assert!(
-            told.contains(note) && told.contains("does not repeat failed requests"),
-            "{told}"
+            printed.contains(note) && printed.contains("does not repeat failed requests"),
+            "{printed}"
         );
         let output = fed(&["capacity", "-", "--device", "sim", "--json"], file);
         let least = object(&output)["min_limit_bytes"].as_u64().unwrap();

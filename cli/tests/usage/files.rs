@@ -177,7 +177,7 @@ fn links_and_devices_are_not_replaced() {
     assert_eq!(mode & 0o777, 0o640);
 }
 
-/// Runs the command with nobody who reads its results: it ends with exit code 1, and says nothing.
+/// Runs the command without a reader of its results: it ends with exit code 1 and prints nothing.
 fn left_by_its_reader(arguments: &[&str]) {
     let mut child = cualloc()
         .args(arguments)
@@ -330,8 +330,11 @@ fn recordings_are_read_like_traces_and_exported() {
         &["advise", "-", "--json", "--memory", "1G"],
     ] {
         let output = fed(command, part);
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert!(told.contains(&format!("warning: <stdin>: {why}")), "{told}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            printed.contains(&format!("warning: <stdin>: {why}")),
+            "{printed}"
+        );
         let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(line["warnings"], serde_json::json!([why]), "{line}");
         let whole = fed(command, &recording);
@@ -343,9 +346,9 @@ fn recordings_are_read_like_traces_and_exported() {
         &["export", "-", "--to", "csv", "--out", "/dev/null"],
         &["view", "-", "-o", "/dev/null"],
     ] {
-        let told = fed(command, part).stderr;
-        let told = String::from_utf8_lossy(&told);
-        assert!(told.contains(why), "{told}");
+        let printed = fed(command, part).stderr;
+        let printed = String::from_utf8_lossy(&printed);
+        assert!(printed.contains(why), "{printed}");
     }
     let page = fed(&["view", "-", "-q", "-o", "-"], part).stdout;
     let page = String::from_utf8(page).unwrap();

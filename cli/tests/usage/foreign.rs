@@ -16,7 +16,7 @@ const COMMANDS: [&[&str]; 6] = [
     &["vary", "--copies", "1", "--percent", "0", "--out", "-", "-"],
 ];
 
-/// What the output of a command says that the file lacks, if it says so.
+/// The warnings about a file in the output of a command, if there are any.
 fn warnings(output: &Output) -> Option<Value> {
     let text = stdout(output);
     if text.starts_with("<!DOCTYPE html>") {
@@ -59,14 +59,20 @@ fn one_of_several_gpus_is_shown_and_the_others_are_named() {
             complaint.contains(&format!("warning: <stdin>: {note}")),
             "{complaint}"
         );
-        let told = warnings(&output);
-        assert!(told.is_none_or(|told| told == json!([note])), "{command:?}");
+        let printed = warnings(&output);
+        assert!(
+            printed.is_none_or(|printed| printed == json!([note])),
+            "{command:?}"
+        );
         for gpu in ["0", "1"] {
             let output = fed(&[command, &["--gpu", gpu]].concat(), text.as_bytes());
             assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
             assert!(!stderr(&output).contains("warning"), "{}", stderr(&output));
-            let told = warnings(&output);
-            assert!(told.is_none_or(|told| told == json!([])), "{command:?}");
+            let printed = warnings(&output);
+            assert!(
+                printed.is_none_or(|printed| printed == json!([])),
+                "{command:?}"
+            );
         }
         let none = fed(&[command, &["--gpu", "3"]].concat(), text.as_bytes());
         assert_eq!(none.status.code(), Some(1));
@@ -129,10 +135,10 @@ fn recordings_and_logs_may_have_several_gpus() {
                 line["warnings"].clone(),
             )
         };
-        let (most, told) = peak(&[]);
+        let (most, printed) = peak(&[]);
         assert_eq!(most, 5000);
         let note = "only GPU 1 is shown, which has the most rows; not shown: GPU 0 (1 row); --gpu N selects another one";
-        assert_eq!(told, json!([note]));
+        assert_eq!(printed, json!([note]));
         assert_eq!(peak(&["--gpu", "0"]), (1000, json!([])));
         assert_eq!(peak(&["--gpu", "1"]), (5000, json!([])));
     }
@@ -143,12 +149,12 @@ fn recordings_and_logs_may_have_several_gpus() {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         let snapshot: Value = serde_json::from_slice(&output.stdout).unwrap();
         let traces = snapshot["device_traces"].as_array().unwrap();
-        let told = |device: usize| {
+        let printed = |device: usize| {
             traces
                 .get(device)
                 .is_some_and(|trace| !trace.as_array().unwrap().is_empty())
         };
-        assert_eq!([0, 1].map(told), devices);
+        assert_eq!([0, 1].map(printed), devices);
     }
 }
 
@@ -174,8 +180,11 @@ fn a_missing_history_is_a_warning() {
         for command in COMMANDS {
             let output = fed(command, whole(trace.clone()).as_bytes());
             assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-            let told = warnings(&output);
-            assert!(told.is_none_or(|told| told == expected), "{command:?}");
+            let printed = warnings(&output);
+            assert!(
+                printed.is_none_or(|printed| printed == expected),
+                "{command:?}"
+            );
             let complaint = stderr(&output);
             let lines = complaint
                 .lines()
@@ -197,8 +206,11 @@ fn a_history_of_failed_requests_alone_is_read() {
         let output = fed(command, snapshot.as_bytes());
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         assert!(!stderr(&output).contains("warning"), "{}", stderr(&output));
-        let told = warnings(&output);
-        assert!(told.is_none_or(|told| told == json!([])), "{command:?}");
+        let printed = warnings(&output);
+        assert!(
+            printed.is_none_or(|printed| printed == json!([])),
+            "{command:?}"
+        );
     }
 }
 
@@ -317,13 +329,13 @@ fn logs_of_rmm_are_read_by_all_commands() {
         assert!(stderr(&output).contains(words), "{}", stderr(&output));
     }
     let late = LOG.replace("101,10:00:00.000000,allocate,0x7f0000000000,1000,0x0\n", "");
-    let told = object(&fed(COMMANDS[0], late.as_bytes()))["warnings"].clone();
+    let printed = object(&fed(COMMANDS[0], late.as_bytes()))["warnings"].clone();
     assert!(
-        told[0]
+        printed[0]
             .as_str()
             .unwrap()
             .starts_with("1 free of blocks that the log does not allocate"),
-        "{told}"
+        "{printed}"
     );
     let torn = object(&fed(COMMANDS[0], &LOG.as_bytes()[..LOG.len() - 15]))["warnings"].clone();
     assert_eq!(

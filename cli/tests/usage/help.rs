@@ -20,7 +20,7 @@ fn a_table_has_a_head_only_with_a_row() {
     }
 }
 
-/// What a replay held before it failed is no ratio of anything.
+/// A failed replay has no ratio.
 #[test]
 fn a_failed_replay_has_no_ratio() {
     let grows = file(
@@ -109,17 +109,17 @@ fn a_page_is_opened_by_the_systems_program() {
     use std::os::unix::fs::PermissionsExt;
     let folder = scratch().join("browser");
     std::fs::create_dir_all(&folder).unwrap();
-    let (program, told) = (folder.join("xdg-open"), folder.join("told"));
-    let _ = std::fs::remove_file(&told);
+    let (program, printed) = (folder.join("xdg-open"), folder.join("printed"));
+    let _ = std::fs::remove_file(&printed);
     // A pipe: its reader sees the end when the program has written its line.
     let made = std::process::Command::new("mkfifo")
-        .arg(&told)
+        .arg(&printed)
         .status()
         .unwrap();
     assert!(made.success());
     std::fs::write(
         &program,
-        format!("#!/bin/sh\necho \"$1\" > {}\n", told.display()),
+        format!("#!/bin/sh\necho \"$1\" > {}\n", printed.display()),
     )
     .unwrap();
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
@@ -131,7 +131,7 @@ fn a_page_is_opened_by_the_systems_program() {
     let output = view(&folder);
     assert_eq!(stderr(&output), "");
     let (send, receive) = std::sync::mpsc::channel();
-    std::thread::spawn(move || send.send(std::fs::read_to_string(told)));
+    std::thread::spawn(move || send.send(std::fs::read_to_string(printed)));
     let line = receive.recv_timeout(std::time::Duration::from_secs(60));
     assert_eq!(line.unwrap().unwrap(), "opened.html\n");
     let output = view(std::path::Path::new("/nowhere"));

@@ -1,4 +1,4 @@
-//! What the command holds does not grow with what it is asked for.
+//! The memory of the command does not grow with its options.
 #![cfg(target_os = "linux")]
 
 use crate::{cualloc, data, fed, file, refused, run, stderr};

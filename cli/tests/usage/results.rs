@@ -223,7 +223,7 @@ fn a_limit_that_is_too_small_fails_and_names_the_row() {
     let complaint = stderr(&output);
     assert!(complaint.contains(&place), "{complaint}");
     assert!(complaint.contains(&format!("row {row}")), "{complaint}");
-    // What the person is told the program is told, too.
+    // The JSON contains the message that people read.
     let error = line["error"].as_str().unwrap();
     assert!(error.contains("out of memory"), "{error}");
     assert!(complaint.contains(error), "{complaint}");

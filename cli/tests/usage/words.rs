@@ -215,8 +215,8 @@ fn a_missing_driver_is_reported_once() {
             .output()
             .unwrap();
         assert_eq!(output.status.code(), Some(1));
-        let told = stdout(&output) + &stderr(&output);
-        assert_eq!(told.matches("No such file").count(), 1, "{told}");
+        let printed = stdout(&output) + &stderr(&output);
+        assert_eq!(printed.matches("No such file").count(), 1, "{printed}");
     }
     let output = cualloc()
         .env("CUALLOC_DRIVER", "/there/is/no/driver.so")
