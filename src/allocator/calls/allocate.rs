@@ -204,7 +204,7 @@ impl Engine {
                 let want = heap.want(request, stream);
                 let contended = heap.contended;
                 heap.prepare_large_request(cache, contended);
-                let heap = run::mark_due(self, heap, stream);
+                let heap = run::record_due_markers(self, heap, stream);
                 let (mut heap, id, missed) = run::obtain(self, heap, &want)?;
                 if missed {
                     heap.stats.misses += 1;
@@ -461,7 +461,7 @@ fn cover<'a>(engine: &'a Engine, heap: Guard<'a>, streams: &[u32]) -> Result<Gua
     if ours.is_empty() {
         return Ok(heap);
     }
-    let covered = run::unlocked(engine, heap, || {
+    let covered = run::run_unlocked(engine, heap, || {
         engine.cover_all(&ours)?;
         engine.poll_some(|stream| streams.contains(&stream))
     })?;
@@ -485,17 +485,17 @@ fn take_back_shared<'a>(
     };
     if closed {
         let ours = heap.streams.kept_uncovered();
-        (heap, _) = run::unlocked(engine, heap, || engine.cover_all(&ours))?;
+        (heap, _) = run::run_unlocked(engine, heap, || engine.cover_all(&ours))?;
     }
     // Streams for which other caches hold blocks back are skipped: their own requests poll them.
     let users = heap.caches.held_back_for(cache);
     let wanted = |stream| users.contains(&stream);
     let full = heap.streams.full_batches(wanted);
     if !full.is_empty() {
-        (heap, _) = run::unlocked(engine, heap, || engine.cover_all(&full))?;
+        (heap, _) = run::run_unlocked(engine, heap, || engine.cover_all(&full))?;
     }
     if let Some(due) = heap.streams.due_markers(wanted) {
-        (heap, _) = run::unlocked(engine, heap, || engine.poll_due(due, wanted))?;
+        (heap, _) = run::run_unlocked(engine, heap, || engine.poll_due(due, wanted))?;
     }
     heap.return_held_back();
     let freed = cache.lock().pending_bytes() < before;

@@ -69,7 +69,7 @@ fn release_segment(
     let mut heap = engine.lock();
     heap.physical.planned -= bytes;
     if let Err(error) = freed {
-        release::readmit(&mut heap, release);
+        release::restore_segment(&mut heap, release);
         return (0, Some(error));
     }
     (bytes, None)

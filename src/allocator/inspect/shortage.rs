@@ -11,7 +11,7 @@ use crate::allocator::graph::pooled::PoolRequest;
 use crate::allocator::heap::Heap;
 use crate::allocator::inspect::figures::pending_bytes;
 use crate::allocator::inspect::holders::holders;
-use crate::allocator::plan::release::{ARENAS, joined};
+use crate::allocator::plan::release::{ARENAS, join_pieces};
 use crate::allocator::plan::{growth, release};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::suspend::{Suspension, Target};
@@ -91,7 +91,7 @@ fn runs(
     let kept = heap.guards.freed_records().filter(|_| guarded);
     let kept = kept.map(|id| &heap.extents.records[id]);
     let free = free.map(|piece| (piece.addr, piece.granules));
-    joined(free.chain(kept.map(|hot| (hot.addr, hot.granules))))
+    join_pieces(free.chain(kept.map(|hot| (hot.addr, hot.granules))))
 }
 
 /// Returns the bytes of handles and segments that lie wholly in such runs. Views without blocks are ignored,

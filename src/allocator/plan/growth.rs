@@ -236,14 +236,14 @@ pub(crate) fn add_addresses(heap: &mut Heap, space: SpaceId, lease: Lease) {
 
 /// Takes a request that must lie inside one handle from ready memory.
 pub(crate) fn take_in_handle(heap: &mut Heap, want: &Want) -> Option<u32> {
-    let part = part_of_handle(heap, want, false)?;
+    let part = find_in_handle(heap, want, false)?;
     let (id, _) = heap.claim(want.space, part.first, part.skip, part.granules)?;
     heap.stats.reclaim.ready += 1;
     Some(id)
 }
 
 /// Returns the smallest ready stretch of a handle that fits a request, or with `pending` one that may need a wait.
-pub(crate) fn part_of_handle(heap: &Heap, want: &Want, pending: bool) -> Option<Part> {
+pub(crate) fn find_in_handle(heap: &Heap, want: &Want, pending: bool) -> Option<Part> {
     let finder = heap.finder(want.space, want.stream)?;
     let open = Openings::ranges(&finder, |id| finder.is_usable(id, pending));
     let mut best: Option<(u64, u64)> = None;

@@ -17,7 +17,7 @@ use crate::event::Kind;
 pub(crate) const ARENAS: [SpaceId; 2] = [SpaceId::Large, SpaceId::Small];
 
 /// Joins adjacent pieces to runs, and returns their starts and ends by address.
-pub(crate) fn joined(pieces: impl Iterator<Item = (u64, u32)>) -> Vec<(u64, u64)> {
+pub(crate) fn join_pieces(pieces: impl Iterator<Item = (u64, u32)>) -> Vec<(u64, u64)> {
     let mut pieces: Vec<_> = pieces.collect();
     pieces.sort_unstable();
     let mut runs: Vec<(u64, u64)> = Vec::new();
@@ -40,7 +40,7 @@ pub(crate) fn unused(heap: &Heap, space: SpaceId, pending: bool) -> Vec<(u64, u6
         .into_iter()
         .flat_map(Space::pieces);
     let pieces = pieces.filter(|piece| pending || is_complete(heap, piece.id));
-    let runs = joined(pieces.map(|piece| (piece.addr, piece.granules)));
+    let runs = join_pieces(pieces.map(|piece| (piece.addr, piece.granules)));
     let unmapped = whole_handles(heap, runs).filter(|(_, holding)| holding.views == 0);
     unmapped
         .map(|(addr, holding)| (addr, holding.bytes))
@@ -246,7 +246,7 @@ pub(crate) fn revert(heap: &mut Heap, release: Release) {
 }
 
 /// Adds a segment that the driver did not free back to the heap.
-pub(crate) fn readmit(heap: &mut Heap, release: Release) {
+pub(crate) fn restore_segment(heap: &mut Heap, release: Release) {
     let Ok(granules) = u32::try_from(release.bytes / GRANULE) else {
         return;
     };

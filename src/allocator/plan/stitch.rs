@@ -53,7 +53,7 @@ pub(crate) fn plan(
 }
 
 /// Returns the bytes that must be created at least before a stitch for this request.
-pub(crate) fn lacking(heap: &Heap, want: &Want) -> Option<u64> {
+pub(crate) fn lacking_bytes(heap: &Heap, want: &Want) -> Option<u64> {
     let reachable = alias::openings(heap, want, true)?;
     let leanest = heap
         .views

@@ -261,7 +261,7 @@ impl<'a> Reclaim<'a> {
         if first && let Some(step) = self.wait_for_memory(heap, want, run_behind_waits) {
             return step;
         }
-        if stitches && let Some(step) = self.stitch_step(heap, want, open, first) {
+        if stitches && let Some(step) = self.choose_stitch(heap, want, open, first) {
             return step;
         }
         if let Some(growth) = growth::plan(heap, want, Bound::Limit, false) {
@@ -272,7 +272,7 @@ impl<'a> Reclaim<'a> {
             if let Some(step) = self.wait_for_memory(heap, want, run_behind_waits) {
                 return step;
             }
-            if stitches && let Some(step) = self.stitch_step(heap, want, None, true) {
+            if stitches && let Some(step) = self.choose_stitch(heap, want, None, true) {
                 return step;
             }
         }
@@ -349,7 +349,7 @@ impl<'a> Reclaim<'a> {
     /// Chooses the steps before room is made for a block that must lie in one handle: the smallest open stretch of a
     /// handle, a new handle, a stretch behind waits.
     fn choose_handle(&mut self, heap: &mut Heap, want: &Want) -> Step {
-        if let Some(part) = growth::part_of_handle(heap, want, false) {
+        if let Some(part) = growth::find_in_handle(heap, want, false) {
             heap.stats.reclaim.ready += 1;
             return Step::Claim(part);
         }
@@ -367,7 +367,7 @@ impl<'a> Reclaim<'a> {
         if early
             && !within_cap
             && let Some(step) = self.wait_for_memory(heap, want, |heap, want| {
-                growth::part_of_handle(heap, want, true)
+                growth::find_in_handle(heap, want, true)
             })
         {
             return step;
@@ -381,7 +381,7 @@ impl<'a> Reclaim<'a> {
         }
         if !early
             && let Some(step) = self.wait_for_memory(heap, want, |heap, want| {
-                growth::part_of_handle(heap, want, true)
+                growth::find_in_handle(heap, want, true)
             })
         {
             return step;
@@ -423,7 +423,7 @@ impl<'a> Reclaim<'a> {
 
     /// Chooses a stitch, or with `waits` a place in a view behind waits. `open` is the ready memory, if it is already
     /// known.
-    fn stitch_step(
+    fn choose_stitch(
         &mut self,
         heap: &mut Heap,
         want: &Want,
@@ -464,7 +464,7 @@ impl<'a> Reclaim<'a> {
         if !self.views_for(want) || self.no_stitch {
             return None;
         }
-        let lacking = stitch::lacking(heap, want)?;
+        let lacking = stitch::lacking_bytes(heap, want)?;
         if lacking > heap.room() {
             let plan = release::plan(heap, &[SpaceId::Small], lacking, heap.room());
             return self.release(heap, plan);
@@ -481,7 +481,7 @@ impl<'a> Reclaim<'a> {
     }
 
     /// Unmaps idle views, once.
-    fn evict(&mut self, heap: &Heap) -> Option<Step> {
+    fn unmap_idle_views(&mut self, heap: &Heap) -> Option<Step> {
         if self.stage == Stage::Evicted {
             return None;
         }
@@ -521,7 +521,7 @@ impl<'a> Reclaim<'a> {
             // At the limit saving memory has priority, even for requests that would not be worth a view otherwise.
             if let Some(step) = ready_in_view(heap, want, &mut open)
                 .map(Step::View)
-                .or_else(|| self.stitch_step(heap, want, open, waits))
+                .or_else(|| self.choose_stitch(heap, want, open, waits))
             {
                 return step;
             }
@@ -536,13 +536,13 @@ impl<'a> Reclaim<'a> {
                 return step;
             }
             if missing > heap.room()
-                && let Some(step) = self.evict(heap)
+                && let Some(step) = self.unmap_idle_views(heap)
             {
                 return step;
             }
         } else if self.no_addresses.is_some() {
             // Released memory leaves longer holes.
-            if let Some(step) = self.evict(heap) {
+            if let Some(step) = self.unmap_idle_views(heap) {
                 return step;
             }
             let (plan, _) = release::plan_trim(heap, 0);

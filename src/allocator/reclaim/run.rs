@@ -38,7 +38,7 @@ use crate::nvtx::{self, Category};
 const VOID_WAITS: u32 = 16;
 
 /// Runs a closure without the lock.
-pub(crate) fn unlocked<'a, T>(
+pub(crate) fn run_unlocked<'a, T>(
     engine: &'a Engine,
     heap: Guard<'a>,
     work: impl FnOnce() -> Result<T, Error>,
@@ -56,12 +56,18 @@ pub(crate) fn poll_before<'a>(
 ) -> Result<Guard<'a>, Error> {
     match Questions::of(&mut heap, stream) {
         None => Ok(heap),
-        Some(questions) => Ok(unlocked(engine, heap, || engine.poll_with(stream, questions))?.0),
+        Some(questions) => {
+            Ok(run_unlocked(engine, heap, || engine.poll_with(stream, questions))?.0)
+        }
     }
 }
 
 /// Records the due markers for blocks that left the large-block caches, in a call that names a stream.
-pub(crate) fn mark_due<'a>(engine: &'a Engine, mut heap: Guard<'a>, named: u32) -> Guard<'a> {
+pub(crate) fn record_due_markers<'a>(
+    engine: &'a Engine,
+    mut heap: Guard<'a>,
+    named: u32,
+) -> Guard<'a> {
     if heap.caches.due.is_empty() {
         return heap;
     }
@@ -86,7 +92,7 @@ fn complete_idle_streams<'a>(
     let mut ours = heap.streams.kept_uncovered();
     ours.retain(|(kept, _)| idle.contains(kept));
     if !ours.is_empty() || !heap.streams.has_no_markers() {
-        (heap, _) = unlocked(engine, heap, || {
+        (heap, _) = run_unlocked(engine, heap, || {
             engine.cover_all(&ours)?;
             engine.poll_some(|stream| idle.contains(&stream))
         })?;
@@ -112,7 +118,7 @@ pub(crate) fn obtain<'a>(
         heap.streams_changed();
     }
     if engine.unretired && heap.physical.tuning.waits != Waits::Never {
-        (heap, ()) = unlocked(engine, heap, || engine.wait_for_unretired())?;
+        (heap, ()) = run_unlocked(engine, heap, || engine.wait_for_unretired())?;
     }
     if heap.streams.several() {
         heap = complete_idle_streams(engine, heap, want.stream)?;
@@ -154,7 +160,7 @@ pub(crate) fn obtain<'a>(
         if let Some(regime) = reclaim.regime {
             heap.recorder.record_regime(heap.physical.regime);
             // The taken memory is claimed.
-            (heap, ()) = unlocked(engine, heap, || {
+            (heap, ()) = run_unlocked(engine, heap, || {
                 log_regime(engine, regime);
                 Ok(())
             })?;
@@ -199,13 +205,13 @@ fn take_step<'a>(
         }
         Step::EmptyCaches => {
             if heap.empty_large_caches() {
-                heap = mark_due(engine, heap, want.stream);
+                heap = record_due_markers(engine, heap, want.stream);
                 heap = poll_before(engine, heap, want.stream)?;
             }
             // Includes the requesting stream, because some uses require complete memory.
             let full = heap.streams.full_batches(|stream| stream == want.stream);
             if !full.is_empty() {
-                (heap, _) = unlocked(engine, heap, || engine.cover_all(&full))?;
+                (heap, _) = run_unlocked(engine, heap, || engine.cover_all(&full))?;
             }
             Ok((heap, None))
         }
@@ -214,7 +220,7 @@ fn take_step<'a>(
             heap.physical.full_at = None;
             if heap.graphs.held > 0 && !reclaim.beyond {
                 let spared;
-                (heap, spared) = unlocked(engine, heap, || {
+                (heap, spared) = run_unlocked(engine, heap, || {
                     pools::poll_all(engine)?;
                     pools::await_leases(engine, SOON, |pool| pool.has_only_free());
                     pools::dissolve(engine, true)
@@ -235,7 +241,7 @@ fn take_step<'a>(
             }
             Err(device::out_of_memory(engine, error, cause))
         }
-        step => unlocked(engine, heap, || execute(engine, want, step, reclaim)),
+        step => run_unlocked(engine, heap, || execute(engine, want, step, reclaim)),
     }
 }
 
@@ -315,7 +321,7 @@ pub(crate) fn execute(
         }
         Step::Grow(growth) => return grow(engine, want, growth, reclaim),
         Step::Segment(fresh) => return grow_segment(engine, want, &fresh, reclaim),
-        Step::Supply(fresh) => supply(engine, want, fresh, reclaim)?,
+        Step::Supply(fresh) => obtain_from_driver(engine, want, fresh, reclaim)?,
         Step::Reserve(space, bytes) => match device::reserve_span(engine, space, bytes) {
             Err(Error::Driver(error)) if space == SpaceId::Views => {
                 reclaim.abandon_stitch(error);
@@ -408,14 +414,14 @@ fn grow(
         }
         Err(failure) => {
             drop(waits);
-            not_grown(engine, growth.fresh, failure, reclaim)?;
+            handle_refused_growth(engine, growth.fresh, failure, reclaim)?;
             Ok(None)
         }
     }
 }
 
 /// Obtains free memory from the driver.
-fn supply(
+fn obtain_from_driver(
     engine: &Engine,
     want: &Want,
     fresh: Fresh,
@@ -427,12 +433,12 @@ fn supply(
             growth::commit_free(&mut engine.lock(), want, &fresh, &handles);
             Ok(())
         }
-        Err(failure) => not_grown(engine, fresh, failure, reclaim),
+        Err(failure) => handle_refused_growth(engine, fresh, failure, reclaim),
     }
 }
 
 /// Handles a growth for which the driver had no memory.
-fn not_grown(
+fn handle_refused_growth(
     engine: &Engine,
     fresh: Fresh,
     failure: GrowthFailure,

@@ -58,7 +58,7 @@ pub(crate) fn stitch(
             let id = stitch::commit(&mut heap, want, stitch, &handles);
             drop(heap);
             // A view that cannot be unmapped stays; the request does not fail because of it.
-            if let Err(error) = shed_views(engine, want.stream) {
+            if let Err(error) = unmap_excess_views(engine, want.stream) {
                 log::debug!("cannot remove idle views: {error}");
             }
             return Ok(Some(id));
@@ -70,7 +70,7 @@ pub(crate) fn stitch(
 }
 
 /// Unmaps idle views after a stitch, if all views together have too many mappings.
-fn shed_views(engine: &Engine, stream: u32) -> Result<(), Error> {
+fn unmap_excess_views(engine: &Engine, stream: u32) -> Result<(), Error> {
     let (excess, asks) = {
         let heap = engine.lock();
         (
@@ -79,7 +79,7 @@ fn shed_views(engine: &Engine, stream: u32) -> Result<(), Error> {
         )
     };
     if asks {
-        see_views_idle(engine, stream)?;
+        mark_views(engine, stream)?;
     }
     if excess == 0 {
         return Ok(());
@@ -101,7 +101,7 @@ fn asks_about_views(engine: &Engine, heap: &Heap) -> bool {
 }
 
 /// Records a marker of the stream's work so far, and polls the previous one.
-fn see_views_idle(engine: &Engine, stream: u32) -> Result<(), Error> {
+fn mark_views(engine: &Engine, stream: u32) -> Result<(), Error> {
     let key = engine.lock().streams[stream].key;
     engine.mark_all([(stream, key)]);
     engine.poll()

@@ -1,7 +1,7 @@
 //! The driver calls of suspensions, made without the heap's lock.
 //!
 //! Each handle stores how many of its mappings exist and whether it was released, so that after any failed call
-//! [`bring_back`] continues from there, and so does the next attempt if that fails too.
+//! [`recreate`] continues from there, and so does the next attempt if that fails too.
 
 use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::suspend::host::HostCopy;
@@ -12,7 +12,7 @@ use crate::sync::order::wait_for_context;
 
 /// Copies the kept contents to the host. After an error nothing has changed, but a copy may still be running, which is
 /// recorded.
-pub(crate) fn save(
+pub(crate) fn save_contents(
     entered: &Entered<'_>,
     stream: &Stream,
     suspension: &mut Suspension,
@@ -26,7 +26,7 @@ pub(crate) fn save(
         // complete.
         unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
     });
-    let saved = waited(entered, stream, copied);
+    let saved = wait_for_copies(entered, stream, copied);
     suspension.unseen = matches!(saved, Err(FailedCopy { seen: false, .. }));
     if let Err(FailedCopy { seen: true, .. }) = saved {
         spare.append(&mut std::mem::take(&mut suspension.copy).into_spare());
@@ -42,7 +42,7 @@ struct FailedCopy {
 
 /// Waits for copies, in a second way if the first fails, because its error may concern earlier work. It does not
 /// invalidate a capture for that.
-fn waited(
+fn wait_for_copies(
     entered: &Entered<'_>,
     stream: &Stream,
     copied: Result<(), DriverError>,
@@ -66,8 +66,8 @@ pub(crate) fn give_back(
         unmap(entered, handle, 0, false)?;
     }
     for suspension in suspensions {
-        for parked in &mut suspension.handles {
-            if let Some(handle) = parked.handle.take() {
+        for suspended in &mut suspension.handles {
+            if let Some(handle) = suspended.handle.take() {
                 suspension.lost = true;
                 // SAFETY: the handle belongs to the allocator and is mapped nowhere any more.
                 unsafe { entered.mem_release(handle) }?;
@@ -81,12 +81,15 @@ pub(crate) fn give_back(
 /// for it `failed`.
 fn unmap(
     entered: &Entered<'_>,
-    parked: &mut SuspendedHandle,
+    suspended: &mut SuspendedHandle,
     left: usize,
     failed: bool,
 ) -> Result<(), DriverError> {
-    while parked.mapped > left {
-        let (at, bytes) = (parked.places[parked.mapped - 1], parked.bytes as usize);
+    while suspended.mapped > left {
+        let (at, bytes) = (
+            suspended.places[suspended.mapped - 1],
+            suspended.bytes as usize,
+        );
         // SAFETY: this is a whole mapping of the allocator that nothing uses, as the caller of a suspension guarantees,
         // and all work was waited for.
         unsafe {
@@ -95,14 +98,14 @@ fn unmap(
                 false => entered.mem_unmap(at, bytes),
             }
         }?;
-        parked.mapped -= 1;
+        suspended.mapped -= 1;
     }
     Ok(())
 }
 
 /// Restores everything: creates handles, maps them, gives all devices access, and copies kept contents back. After an
 /// error no more is restored than before.
-pub(crate) fn bring_back(
+pub(crate) fn recreate(
     maker: &PhysicalConfig<'_>,
     entered: &Entered<'_>,
     stream: Option<&Stream>,
@@ -117,16 +120,16 @@ pub(crate) fn bring_back(
     let before: Vec<(usize, bool)> = handles
         .map(|handle| (handle.mapped, handle.handle.is_some()))
         .collect();
-    let made = make(maker, entered, stream, suspensions);
+    let made = recreate_handle(maker, entered, stream, suspensions);
     // The target of a copy that may still be running is kept.
     if let Err(FailedCopy { seen: true, .. }) = made {
         let handles = suspensions.iter_mut().flat_map(|s| &mut s.handles);
-        for (parked, (mapped, held)) in handles.zip(before) {
+        for (suspended, (mapped, held)) in handles.zip(before) {
             // What cannot be undone is used by the next attempt.
-            if unmap(entered, parked, mapped, true).is_err() || held {
+            if unmap(entered, suspended, mapped, true).is_err() || held {
                 continue;
             }
-            if let Some(handle) = parked.handle.take() {
+            if let Some(handle) = suspended.handle.take() {
                 // The attempt failed for another reason already.
                 // SAFETY: the handle was created in this call, and is mapped nowhere any more.
                 let _ = unsafe { entered.mem_release(handle) };
@@ -136,25 +139,27 @@ pub(crate) fn bring_back(
     made.map_err(|failed| failed.error)
 }
 
-fn make(
+fn recreate_handle(
     maker: &PhysicalConfig<'_>,
     entered: &Entered<'_>,
     stream: Option<&Stream>,
     suspensions: &mut [Suspension],
 ) -> Result<(), FailedCopy> {
     let seen = |error| FailedCopy { error, seen: true };
-    for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
-        if parked.handle.is_none() {
-            let made = entered.mem_create(parked.bytes as usize, maker.properties);
-            parked.handle = Some(made.map_err(seen)?);
+    for suspended in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
+        if suspended.handle.is_none() {
+            let made = entered.mem_create(suspended.bytes as usize, maker.properties);
+            suspended.handle = Some(made.map_err(seen)?);
         }
     }
-    for parked in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
-        while let (Some(handle), Some(at)) = (parked.handle, parked.places.get(parked.mapped)) {
+    for suspended in suspensions.iter_mut().flat_map(|s| &mut s.handles) {
+        while let (Some(handle), Some(at)) =
+            (suspended.handle, suspended.places.get(suspended.mapped))
+        {
             // A failed mapping may exist.
-            parked.mapped += 1;
+            suspended.mapped += 1;
             // SAFETY: the range is reserved for this handle and holds no mapping, and the handle is of this size.
-            unsafe { entered.mem_map(*at, parked.bytes as usize, handle) }.map_err(seen)?;
+            unsafe { entered.mem_map(*at, suspended.bytes as usize, handle) }.map_err(seen)?;
         }
     }
     for suspension in &mut *suspensions {
@@ -174,7 +179,7 @@ fn make(
             // complete.
             unsafe { entered.copy_host_to_device(to, from.cast(), bytes as usize, stream.raw()) }
         });
-        let waited = waited(entered, stream, copied);
+        let waited = wait_for_copies(entered, stream, copied);
         suspension.unseen = matches!(waited, Err(FailedCopy { seen: false, .. }));
         waited?;
     }

@@ -36,19 +36,19 @@ fn discard(engine: &Engine, away: BTreeMap<Target, Suspension>) -> Result<(), Er
     if away.is_empty() {
         return Ok(());
     }
-    let (targets, mut parked): (Vec<Target>, Vec<Suspension>) = away.into_iter().unzip();
+    let (targets, mut discarded): (Vec<Target>, Vec<Suspension>) = away.into_iter().unzip();
     let entered = engine.context.enter();
     let given = entered.and_then(|entered| {
         // The target of a copy that may still be running is kept.
-        if parked.iter().any(|one| one.unseen) {
+        if discarded.iter().any(|one| one.unseen) {
             wait_for_context(entered.context())?;
-            parked.iter_mut().for_each(|one| one.unseen = false);
+            discarded.iter_mut().for_each(|one| one.unseen = false);
         }
-        commit::give_back(&entered, &mut parked)
+        commit::give_back(&entered, &mut discarded)
     });
     let mut heap = engine.lock();
     let mut copies = Vec::new();
-    for (target, mut suspension) in targets.into_iter().zip(parked) {
+    for (target, mut suspension) in targets.into_iter().zip(discarded) {
         let mut copy = std::mem::take(&mut suspension.copy);
         if suspension.unseen {
             copy.leak();

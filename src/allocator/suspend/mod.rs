@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn access_is_given_in_as_few_calls_as_reservations_allow() {
-        let parked = |home, places: &[u64]| SuspendedHandle {
+        let suspended = |home, places: &[u64]| SuspendedHandle {
             home,
             bytes: 4,
             handle: Some(1),
@@ -193,7 +193,11 @@ mod tests {
             mapped: places.len(),
         };
         let suspension = Suspension {
-            handles: vec![parked(0, &[0, 100]), parked(8, &[8]), parked(4, &[4, 104])],
+            handles: vec![
+                suspended(0, &[0, 100]),
+                suspended(8, &[8]),
+                suspended(4, &[4, 104]),
+            ],
             bounds: vec![0, 8, 100],
             kept: Vec::new(),
             contents: Contents::Drop,

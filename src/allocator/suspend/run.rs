@@ -98,7 +98,7 @@ struct Work<'a> {
     engine: &'a Engine,
     targets: Vec<Target>,
     /// The suspensions of the targets, as far as they have been chosen.
-    parked: Vec<Suspension>,
+    suspensions: Vec<Suspension>,
 }
 
 impl<'a> Work<'a> {
@@ -110,11 +110,11 @@ impl<'a> Work<'a> {
             return Err(Error::InUse { what, count, bytes });
         }
         let targets = selected.targets(&heap, suspended)?;
-        let mut parked = Vec::new();
+        let mut suspensions = Vec::new();
         if suspended {
             let map = &mut heap.suspended.map;
-            parked.extend(targets.iter().filter_map(|target| map.remove(target)));
-            let homes = parked.iter().flat_map(Suspension::homes);
+            suspensions.extend(targets.iter().filter_map(|target| map.remove(target)));
+            let homes = suspensions.iter().flat_map(Suspension::homes);
             heap.suspended.under_way = homes.collect();
         } else {
             for (at, target) in targets.iter().enumerate() {
@@ -130,14 +130,14 @@ impl<'a> Work<'a> {
         Ok(Work {
             engine,
             targets,
-            parked,
+            suspensions,
         })
     }
 
     /// Returns the segments as they are now, or as they were last reported.
     fn segments(&self, change: SegmentChange) -> Vec<Segment> {
         let mut heap = self.engine.lock();
-        let handles = self.parked.iter().flat_map(|parked| &parked.handles);
+        let handles = self.suspensions.iter().flat_map(|one| &one.handles);
         let segments = handles.map(|handle| {
             let id = heap.suspended.id_of(handle.home);
             if change == SegmentChange::Death {
@@ -152,9 +152,9 @@ impl<'a> Work<'a> {
         segments.collect()
     }
 
-    fn sums(&self) -> (u64, u64, u64) {
-        let parked = self.parked.iter();
-        parked.fold((0, 0, 0), |(bytes, handles, kept), one| {
+    fn sum_bytes(&self) -> (u64, u64, u64) {
+        let suspensions = self.suspensions.iter();
+        suspensions.fold((0, 0, 0), |(bytes, handles, kept), one| {
             let count = one.handles.len() as u64;
             (
                 bytes + one.bytes(),
@@ -164,18 +164,18 @@ impl<'a> Work<'a> {
         })
     }
 
-    fn set_away(&mut self, away: bool) {
-        self.parked.iter_mut().for_each(|parked| parked.away = away);
+    fn set_suspended(&mut self, away: bool) {
+        self.suspensions.iter_mut().for_each(|one| one.away = away);
     }
 }
 
 impl Drop for Work<'_> {
     fn drop(&mut self) {
         let mut copies = Vec::new();
-        let mut parked = std::mem::take(&mut self.parked).into_iter();
+        let mut suspensions = std::mem::take(&mut self.suspensions).into_iter();
         let mut heap = self.engine.lock();
         for target in std::mem::take(&mut self.targets) {
-            match parked.next() {
+            match suspensions.next() {
                 Some(suspension) if suspension.away => {
                     if let Target::Pool(id) = target
                         && let Some(pool) = heap.graphs.pools.get_mut(&id)
@@ -237,25 +237,28 @@ pub(crate) fn suspend(
         let mut heap = engine.lock();
         for target in &work.targets {
             let contents = keep.of(heap.suspended.tag_of(*target));
-            let parked = target::park(&mut heap, *target, contents)?;
-            heap.suspended.under_way.extend(parked.homes());
-            work.parked.push(parked);
+            let suspension = target::select_memory(&mut heap, *target, contents)?;
+            heap.suspended.under_way.extend(suspension.homes());
+            work.suspensions.push(suspension);
         }
     }
-    let mut parked = work.targets.iter().zip(&work.parked);
+    let mut suspensions = work.targets.iter().zip(&work.suspensions);
     if let Some(debug) = &engine.debug
-        && parked.any(|(target, parked)| {
-            matches!((parked.contents, target), (Contents::Drop, Target::Arenas))
+        && suspensions.any(|(target, suspension)| {
+            matches!(
+                (suspension.contents, target),
+                (Contents::Drop, Target::Arenas)
+            )
         })
     {
         debug.mark_guards_lost();
     }
     let dying = work.segments(SegmentChange::Death);
     engine.suspender.notify(SegmentChange::Death, &dying);
-    match take_away(engine, &mut work.parked) {
+    match release_all(engine, &mut work.suspensions) {
         Ok(()) => {
-            work.set_away(true);
-            let (bytes, handles, kept) = work.sums();
+            work.set_suspended(true);
+            let (bytes, handles, kept) = work.sum_bytes();
             Ok(Suspended {
                 bytes,
                 handles,
@@ -264,8 +267,8 @@ pub(crate) fn suspend(
         }
         Err(error) => {
             // Until this succeeds, the memory counts as suspended, and can be resumed as such.
-            work.set_away(true);
-            if bring_back(engine, &mut work.parked).is_ok() {
+            work.set_suspended(true);
+            if recreate_all(engine, &mut work.suspensions).is_ok() {
                 report_restored(engine, work);
             }
             Err(error)
@@ -284,15 +287,15 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
         let mut heap = engine.lock();
         // An earlier refusal by the driver is outdated, and requests cannot retry by themselves.
         heap.physical.full_at = None;
-        for (target, parked) in work.targets.iter().zip(&mut work.parked) {
+        for (target, suspension) in work.targets.iter().zip(&mut work.suspensions) {
             if matches!(target, Target::Arenas) {
-                target::drop_unused(&mut heap, parked);
+                target::drop_unused(&mut heap, suspension);
             }
         }
         // The limit counts suspended memory only if the whole allocator is suspended.
-        let parked = work.targets.iter().zip(&work.parked);
-        let parked = parked.filter(|(target, _)| !matches!(target, Target::Arenas));
-        parked.map(|(_, parked)| parked.missing()).sum::<u64>()
+        let suspensions = work.targets.iter().zip(&work.suspensions);
+        let suspensions = suspensions.filter(|(target, _)| !matches!(target, Target::Arenas));
+        suspensions.map(|(_, one)| one.missing()).sum::<u64>()
     };
     if !target::reserve_room(&mut engine.lock(), missing) {
         trim_unused(engine)?;
@@ -302,13 +305,13 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
             return Err(device::out_of_memory(engine, error, None));
         }
     }
-    let mut done = bring_back(engine, &mut work.parked);
+    let mut done = recreate_all(engine, &mut work.suspensions);
     if done.as_ref().is_err_and(Error::is_out_of_memory) {
         trim_unused(engine)?;
-        done = bring_back(engine, &mut work.parked);
+        done = recreate_all(engine, &mut work.suspensions);
     }
     if let Err(error) = done {
-        let missing = work.parked.iter().map(Suspension::missing).sum();
+        let missing = work.suspensions.iter().map(Suspension::missing).sum();
         drop(work);
         return Err(match error.driver_error() {
             Some(cause) if cause.is_out_of_memory() => {
@@ -318,7 +321,7 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
             _ => error,
         });
     }
-    let (bytes, handles, kept) = work.sums();
+    let (bytes, handles, kept) = work.sum_bytes();
     report_restored(engine, work);
     pools::release_unused(engine);
     Ok(Resumed {
@@ -339,25 +342,27 @@ fn trim_unused(engine: &Engine) -> Result<(), Error> {
 
 /// Records that everything is restored.
 fn report_restored(engine: &Engine, mut work: Work<'_>) {
-    work.set_away(false);
+    work.set_suspended(false);
     let born = work.segments(SegmentChange::Birth);
     drop(work);
     engine.suspender.notify(SegmentChange::Birth, &born);
 }
 
 /// Creates a stream for copies, if there are any.
-fn copy_stream(engine: &Engine, parked: &[Suspension]) -> Result<Option<Stream>, Error> {
-    let copies = parked.iter().any(|one| !one.kept.is_empty());
+fn copy_stream(engine: &Engine, suspensions: &[Suspension]) -> Result<Option<Stream>, Error> {
+    let copies = suspensions.iter().any(|one| !one.kept.is_empty());
     let stream = copies.then(|| Stream::new(&engine.context));
     stream.transpose().map_err(|e| engine.error(e))
 }
 
-fn take_away(engine: &Engine, parked: &mut [Suspension]) -> Result<(), Error> {
-    let stream = copy_stream(engine, parked)?;
+fn release_all(engine: &Engine, suspensions: &mut [Suspension]) -> Result<(), Error> {
+    let stream = copy_stream(engine, suspensions)?;
     let entered = engine.context.enter().map_err(|e| engine.error(e))?;
     let mut spare = std::mem::take(&mut *process::lock(&engine.suspender.spare));
-    let saved = parked.iter_mut().try_for_each(|one| match &stream {
-        Some(stream) if !one.kept.is_empty() => commit::save(&entered, stream, one, &mut spare),
+    let saved = suspensions.iter_mut().try_for_each(|one| match &stream {
+        Some(stream) if !one.kept.is_empty() => {
+            commit::save_contents(&entered, stream, one, &mut spare)
+        }
         _ => Ok(()),
     });
     process::lock(&engine.suspender.spare).append(&mut spare);
@@ -365,13 +370,13 @@ fn take_away(engine: &Engine, parked: &mut [Suspension]) -> Result<(), Error> {
         Err(Error::Driver(error)) => return Err(engine.error(error)),
         saved => saved?,
     }
-    commit::give_back(&entered, parked).map_err(|e| engine.error(e))
+    commit::give_back(&entered, suspensions).map_err(|e| engine.error(e))
 }
 
-fn bring_back(engine: &Engine, parked: &mut [Suspension]) -> Result<(), Error> {
-    let stream = copy_stream(engine, parked)?;
+fn recreate_all(engine: &Engine, suspensions: &mut [Suspension]) -> Result<(), Error> {
+    let stream = copy_stream(engine, suspensions)?;
     let entered = engine.context.enter().map_err(|e| engine.error(e))?;
-    commit::bring_back(&engine.maker(), &entered, stream.as_ref(), parked)
+    commit::recreate(&engine.maker(), &entered, stream.as_ref(), suspensions)
         .map_err(|e| engine.error(e))
 }
 

@@ -19,7 +19,7 @@ use crate::event::Kind;
 type Choice = (Vec<SuspendedHandle>, Vec<(u64, u64)>);
 
 /// Returns the error for bytes in use by a call in progress.
-fn busy(count: u64, bytes: u64) -> Error {
+fn busy_error(count: u64, bytes: u64) -> Error {
     let what = "call";
     Error::InUse { what, count, bytes }
 }
@@ -42,7 +42,7 @@ fn close_arenas(heap: &mut Heap) -> Result<(), Error> {
         .map(|(_, slot)| u64::from(slot.calls))
         .sum();
     if calls > 0 {
-        return Err(busy(calls, 0));
+        return Err(busy_error(calls, 0));
     }
     heap.suspended.closed = true;
     heap.open_caches();
@@ -60,7 +60,7 @@ fn close_pool(graphs: &mut Graphs, id: u64) -> Result<(), Error> {
         return Err(Error::GraphPool(GraphPoolError::Released));
     };
     if pool.calls > 0 {
-        return Err(busy(u64::from(pool.calls), pool.arena.held()));
+        return Err(busy_error(u64::from(pool.calls), pool.arena.held()));
     }
     pool.suspended = true;
     Ok(())
@@ -85,16 +85,16 @@ pub(crate) fn open(heap: &mut Heap, target: Target) {
 // ---- choosing ----------------------------------------------------------------------------------
 
 /// Selects the memory of a closed target that is to be suspended.
-pub(crate) fn park(
+pub(crate) fn select_memory(
     heap: &mut Heap,
     target: Target,
     contents: Contents,
 ) -> Result<Suspension, Error> {
     let (handles, mut kept) = match target {
-        Target::Arenas => park_arenas(heap)?,
+        Target::Arenas => select_arenas(heap)?,
         Target::Pool(id) => {
             let pool = heap.graphs.pools.get(&id);
-            pool.map_or_else(Default::default, park_pool)
+            pool.map_or_else(Default::default, select_pool_handles)
         }
     };
     let graphs = heap.graphs.pools.values();
@@ -123,12 +123,12 @@ pub(crate) fn park(
     })
 }
 
-fn park_arenas(heap: &mut Heap) -> Result<Choice, Error> {
+fn select_arenas(heap: &mut Heap) -> Result<Choice, Error> {
     let mut kept = Vec::new();
     for space in [SpaceId::Large, SpaceId::Small] {
         for hot in heap.extents.row(space) {
             match hot.state {
-                Extent::Busy => return Err(busy(1, hot.bytes())),
+                Extent::Busy => return Err(busy_error(1, hot.bytes())),
                 Extent::Used if heap.rules.caches() && space == SpaceId::Small => {
                     kept.extend(used_in_page(heap, hot));
                 }
@@ -140,7 +140,7 @@ fn park_arenas(heap: &mut Heap) -> Result<Choice, Error> {
     let working = |view: &&crate::allocator::view::mapping::View| view.busy || view.calls > 0;
     let views = heap.views.map.values().filter(working).count() + heap.views.segs_under_way;
     if views > 0 {
-        return Err(busy(views as u64, 0));
+        return Err(busy_error(views as u64, 0));
     }
     kept.sort_unstable();
     let apart = |home: &u64| {
@@ -150,16 +150,16 @@ fn park_arenas(heap: &mut Heap) -> Result<Choice, Error> {
     let holdings = heap.physical.holdings.iter();
     let mut handles: Vec<SuspendedHandle> = holdings
         .filter(|(home, _)| !apart(home))
-        .map(|(home, holding)| parked(*home, holding.bytes, holding.handle))
+        .map(|(home, holding)| new_handle(*home, holding.bytes, holding.handle))
         .collect();
     for (base, view) in &heap.views.map {
         let mut at = *base;
         for mapping in &view.mappings {
-            show(&mut handles, mapping.home, at);
+            add_mapping(&mut handles, mapping.home, at);
             at += u64::from(mapping.granules) * GRANULE;
         }
     }
-    mapped(&mut handles);
+    count_mappings(&mut handles);
     Ok((handles, kept))
 }
 
@@ -207,19 +207,19 @@ pub(crate) fn drop_unused(heap: &mut Heap, suspension: &mut Suspension) {
 
 /// Records that the memory of a suspension is restored.
 pub(crate) fn restore(heap: &mut Heap, target: Target, suspension: &Suspension) {
-    for parked in &suspension.handles {
-        let Some(handle) = parked.handle else {
+    for suspended in &suspension.handles {
+        let Some(handle) = suspended.handle else {
             continue;
         };
         match target {
             Target::Arenas => {
-                if let Some(holding) = heap.physical.holdings.get_mut(&parked.home) {
+                if let Some(holding) = heap.physical.holdings.get_mut(&suspended.home) {
                     holding.handle = Some(handle);
                 }
             }
             Target::Pool(id) => {
                 let pool = heap.graphs.pools.get_mut(&id);
-                if let Some(held) = pool.and_then(|p| p.arena.handles.get_mut(&parked.home)) {
+                if let Some(held) = pool.and_then(|p| p.arena.handles.get_mut(&suspended.home)) {
                     held.handle = handle;
                 }
             }
@@ -264,20 +264,20 @@ pub(crate) fn discard(heap: &mut Heap, target: Target, mut suspension: Suspensio
     }
 }
 
-fn park_pool(pool: &Pool) -> Choice {
+fn select_pool_handles(pool: &Pool) -> Choice {
     let arena = &pool.arena;
     let held = arena.handles.iter();
     let mut handles: Vec<SuspendedHandle> = held
-        .map(|(home, handle)| parked(*home, handle.bytes, Some(handle.handle)))
+        .map(|(home, handle)| new_handle(*home, handle.bytes, Some(handle.handle)))
         .collect();
     for (base, view) in &arena.views {
         let mut at = *base;
         for (home, bytes) in &view.handles {
-            show(&mut handles, *home, at);
+            add_mapping(&mut handles, *home, at);
             at += bytes;
         }
     }
-    mapped(&mut handles);
+    count_mappings(&mut handles);
     let parts = arena.live.values().flat_map(|live| &live.parts);
     let mut kept: Vec<(u64, u64)> = parts
         .map(|part| (part.home, u64::from(part.granules) * GRANULE))
@@ -286,7 +286,7 @@ fn park_pool(pool: &Pool) -> Choice {
     (handles, kept)
 }
 
-fn parked(home: u64, bytes: u64, handle: Option<u64>) -> SuspendedHandle {
+fn new_handle(home: u64, bytes: u64, handle: Option<u64>) -> SuspendedHandle {
     SuspendedHandle {
         home,
         bytes,
@@ -297,13 +297,13 @@ fn parked(home: u64, bytes: u64, handle: Option<u64>) -> SuspendedHandle {
 }
 
 /// Records that a handle is mapped in a view, too. Handles are ordered by their homes.
-fn show(handles: &mut [SuspendedHandle], home: u64, at: u64) {
+fn add_mapping(handles: &mut [SuspendedHandle], home: u64, at: u64) {
     if let Ok(found) = handles.binary_search_by_key(&home, |handle| handle.home) {
         handles[found].places.push(at);
     }
 }
 
-fn mapped(handles: &mut [SuspendedHandle]) {
+fn count_mappings(handles: &mut [SuspendedHandle]) {
     for handle in handles {
         handle.mapped = handle.places.len();
     }
