@@ -111,7 +111,6 @@ fn checked(key: &str, value: &str) -> Result<(), Failure> {
 
 /// Defaults of all allocators, for settings not set explicitly.
 const DEFAULTS: &[&str] = &["tune.checks=none"];
-/// Defaults of shared allocators.
 const SHARED_DEFAULTS: &[&str] = &["tune.checks=none", "tune.unretired_streams=on"];
 
 /// The key of one setting.

@@ -156,7 +156,6 @@ pub(crate) fn keep(handle: *mut cualloc_pool_t, scope: Opened) -> Result<u64, Fa
     }
 }
 
-/// Leaves a scope of a pool.
 pub(crate) fn leave(handle: *mut cualloc_pool_t, scope: u64) -> Result<(), Failure> {
     with(handle, |_, _| {
         let left = known().ok().and_then(|mut known| {

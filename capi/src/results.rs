@@ -50,8 +50,10 @@ pub(crate) enum Failure {
     /// A code with its reason.
     Reason(i32, &'static str),
     /// A device number that does not exist, and the number of devices.
-    NoSuchDevice { device: i32, count: usize },
-    /// An error of the library.
+    NoSuchDevice {
+        device: i32,
+        count: usize,
+    },
     Library(Error),
     /// An out-of-memory error of the library, in the wording that PyTorch users know.
     Torch(Box<OutOfMemory>),

@@ -29,11 +29,9 @@ pub struct cualloc_torch_pool_id_t {
     pub second: u64,
 }
 
-/// A pool's device and id.
 type Name = (i32, cualloc_torch_pool_id_t);
 
 struct Pool {
-    /// The pool's handle.
     handle: u64,
     /// The number of begins without a release.
     begun: u64,

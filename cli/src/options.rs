@@ -6,10 +6,8 @@ use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueE
 use clap_complete::Shell;
 use std::path::PathBuf;
 
-/// The default of `--sim-memory`.
 const SIM_MEMORY: Size = Size(144 << 30);
 
-/// The default of `--max-rows`.
 const MAX_ROWS: u64 = 20_000_000;
 
 const AFTER_HELP: &str = "\

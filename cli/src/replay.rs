@@ -223,7 +223,6 @@ impl Fault {
     }
 }
 
-/// Returns all faults of a replay.
 pub fn faults(report: &ReplayReport) -> Vec<Fault> {
     let mut faults = Vec::new();
     if let Some((pass, row)) = report.failed {

@@ -65,7 +65,6 @@ pub struct Table {
     columns: Vec<Column>,
     /// The width of each column; none if it is left out.
     widths: Vec<Option<usize>>,
-    /// Whether the table was fitted to a terminal.
     fitted: bool,
 }
 

@@ -101,7 +101,6 @@ impl PoolStats {
         }
     }
 
-    /// All counters.
     pub(crate) fn counters(&mut self) -> [&mut Counter; 6] {
         let PoolStats {
             allocations,

@@ -174,14 +174,12 @@ pub(crate) fn hot_lock<T: Default>(lock: &lock::Lock<T>) -> lock::Held<'_, T> {
     lock.lock()
 }
 
-/// Like [`lock`], for reading.
 #[inline]
 pub(crate) fn read<T: Default>(lock: &RwLock<T>) -> Held<RwLockReadGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };
     lock.read()
 }
 
-/// Like [`lock`], for writing.
 #[inline]
 pub(crate) fn write<T: Default>(lock: &RwLock<T>) -> Held<RwLockWriteGuard<'_, T>> {
     let lock = if is_forked_child() { nothing() } else { lock };

@@ -323,7 +323,6 @@ impl Driver {
         self
     }
 
-    /// Runs a counted call; see `call!`.
     #[inline]
     pub(super) fn counted(
         &self,

@@ -424,7 +424,6 @@ fn list<T>(items: &[T], one: impl Fn(&T) -> String) -> String {
     format!("[{}]", items.join(","))
 }
 
-/// Quotes a text for JSON.
 fn quote(text: &str) -> String {
     let mut quoted = String::from('"');
     for character in text.chars() {

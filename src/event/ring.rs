@@ -67,7 +67,6 @@ impl Slot {
         self.whose.store(whose, Ordering::Release);
     }
 
-    /// Reads the record, without its lap.
     fn read(&self) -> Record {
         let ticks = self.ticks.each_ref();
         let [low, high] = ticks.map(|half| u64::from(half.load(Ordering::Relaxed)));

@@ -280,7 +280,6 @@ impl ArrowDeviceArray {
         })
     }
 
-    /// Makes a stream wait for the array's event.
     fn wait(&self, stream: &Stream) -> Result<(), Error> {
         let at = self.sync_event.cast::<sys::CUevent>();
         if at.is_null() {

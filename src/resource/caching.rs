@@ -17,7 +17,6 @@ fn generation(id: u32, generation: u32) -> u64 {
     u64::from(generation) << 32 | u64::from(id)
 }
 
-/// The life of a block of this allocator.
 #[inline]
 fn life(allocator: &Allocator, id: &BlockId) -> Option<Lifetime> {
     let (generation, record) = ((id.generation() >> 32) as u32, id.generation() as u32);

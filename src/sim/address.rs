@@ -62,7 +62,6 @@ impl Addresses {
         self.insert(at + len, start + size - at - len);
     }
 
-    /// Gives a range back.
     pub(super) fn give(&mut self, mut start: u64, mut len: u64) {
         if let Some((&before, &size)) = self.by_start.range(..start).next_back()
             && before + size == start

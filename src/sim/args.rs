@@ -140,7 +140,6 @@ impl<T> Arg<*const T> for In<T> {
 }
 
 impl<T> In<T> {
-    /// Nothing.
     pub(super) fn none() -> In<T> {
         In(std::ptr::null())
     }
@@ -222,7 +221,6 @@ impl Host {
         Host { address, life: 0 }
     }
 
-    /// The address as a number.
     pub(super) fn address(self) -> usize {
         self.address
     }

@@ -5,7 +5,6 @@ use crate::driver::sys::CUresult;
 /// Result of a driver call.
 pub(super) type R<T = ()> = Result<T, CUresult>;
 
-/// The error `code`.
 pub(super) fn fail<T>(code: CUresult) -> R<T> {
     Err(code)
 }

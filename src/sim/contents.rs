@@ -32,7 +32,6 @@ impl Content {
         }
     }
 
-    /// The byte at `offset`.
     pub(super) fn byte(&self, offset: u64) -> u8 {
         match self {
             Content::Words { first, step, phase } => {

@@ -45,7 +45,6 @@ fn error_name(code: CUresult) -> Option<&'static std::ffi::CStr> {
 }
 
 impl State {
-    /// Checks a device ordinal.
     pub(super) fn device_index(&self, device: CUdevice) -> R<usize> {
         usize::try_from(device)
             .ok()
@@ -75,7 +74,6 @@ impl State {
         }
     }
 
-    /// The handle of a context.
     pub(super) fn ctx_handle(ctx: usize) -> CUcontext {
         (CONTEXT_BASE + ctx as u64 * HANDLE_STEP) as CUcontext
     }

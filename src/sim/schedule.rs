@@ -436,14 +436,12 @@ impl State {
         Ok(())
     }
 
-    /// Waits for all work of a queue.
     pub(super) fn host_wait_queue(&mut self, queue: u32) -> R {
         let entry = &self.queues[queue as usize];
         let (seq, clock) = (entry.submitted, entry.clock.clone());
         self.host_wait(queue, seq, &clock)
     }
 
-    /// Waits for all work of a context.
     pub(super) fn host_wait_ctx(&mut self, ctx: usize) -> R {
         let blocked = self.counters.blocked_waits;
         for queue in 0..self.queues.len() {

@@ -81,7 +81,6 @@ impl Drop for Place {
     }
 }
 
-/// Locks one place.
 pub(super) fn lock(slot: usize) -> MutexGuard<'static, Option<Box<State>>> {
     SLOTS[slot].lock().unwrap_or_else(PoisonError::into_inner)
 }

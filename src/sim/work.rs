@@ -13,7 +13,10 @@ pub(super) enum Work {
     /// An event record: a marker.
     Record,
     /// Waits for an operation of another queue.
-    Wait { queue: u32, seq: u64 },
+    Wait {
+        queue: u32,
+        seq: u64,
+    },
     /// Pool memory is allocated or freed in the order of a stream: its contents are lost, and its users must be ordered
     /// with this operation. Takes no time.
     Turn {
@@ -21,7 +24,6 @@ pub(super) enum Work {
         bytes: u64,
         device: usize,
     },
-    /// Fills device memory.
     Fill {
         address: u64,
         bytes: u64,
@@ -34,19 +36,16 @@ pub(super) enum Work {
         bytes: u64,
         devices: (usize, usize),
     },
-    /// Copies from the host.
     Upload {
         target: u64,
         source: Host,
         bytes: u64,
     },
-    /// Copies to the host.
     Download {
         target: Host,
         source: u64,
         bytes: u64,
     },
-    /// Copies on the host.
     HostCopy {
         target: Host,
         source: Host,
@@ -61,10 +60,14 @@ pub(super) enum Work {
     },
     /// Keeps the device busy.
     Spin,
-    /// Runs a host function.
-    Callback { function: CUhostFn, data: usize },
+    Callback {
+        function: CUhostFn,
+        data: usize,
+    },
     /// Ends a launch of an executable graph: all its nodes are complete.
-    Launched { exec: u64 },
+    Launched {
+        exec: u64,
+    },
 }
 
 /// The origin of the work of a graph's node.

@@ -137,7 +137,6 @@ impl<'a> Kernels<'a> {
         (block.bytes / size_of::<u32>() as u64, mixed as u32)
     }
 
-    /// Launches `function` over `words` words on `stream`.
     fn launch(
         &mut self,
         function: &Function,

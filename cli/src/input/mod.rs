@@ -73,7 +73,6 @@ impl From<SnapshotError> for Fault {
     }
 }
 
-/// Lists what is missing from a recording.
 pub fn missing(recording: &Recording) -> Vec<String> {
     let mut missing = Vec::new();
     if !recording.is_complete() {

@@ -97,7 +97,6 @@ pub fn all(trace: &Trace, failed: &[FailedRequest]) -> Vec<Value> {
     rows.into_iter().map(line).collect()
 }
 
-/// Whether a block is live after a row.
 pub fn is_live(block: &Allocation, row: usize) -> bool {
     block.allocated <= row && block.released.is_none_or(|released| released > row)
 }

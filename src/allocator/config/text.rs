@@ -140,7 +140,6 @@ const REPLACED: [(&str, &str); 9] = [
     ("nvtx", "tune.nvtx"),
 ];
 
-/// Returns the error for an unknown key.
 fn unknown(key: &str) -> ConfigError {
     let replaced = REPLACED.iter().find(|(old, _)| *old == key);
     match replaced {
@@ -181,7 +180,6 @@ impl FromStr for Limit {
 /// Bytes in quarantine if no number is given.
 const QUARANTINE: u64 = 64 << 20;
 
-/// Parses modes joined by `+`, or `off`.
 fn parse_debug(text: &str) -> Option<DebugModes> {
     let mut modes = DebugModes::new();
     if text == "off" {

@@ -129,7 +129,6 @@ impl Debug {
         self.modes.guard
     }
 
-    /// Sets the label of a block.
     pub(crate) fn name(&self, ptr: u64, tag: Tag) {
         if let Some(watched) = self.table().live.get_mut(&ptr) {
             watched.tag = tag;
@@ -234,7 +233,6 @@ impl Table {
         Some((ptr, watched))
     }
 
-    /// Returns a live or held block.
     pub(crate) fn get_mut(&mut self, ptr: u64) -> Option<&mut Watched> {
         let Table { live, held, .. } = self;
         live.get_mut(&ptr).or_else(|| held.get_mut(&ptr))

@@ -31,7 +31,6 @@ const MAX_LINES: usize = 20;
 const UNTOUCHABLE: &str = "a capture is in progress, or its memory is suspended";
 
 impl Debug {
-    /// Returns the request, enlarged by a guard if guards are on.
     pub(crate) fn with_guard(&self, request: &Checked) -> Result<Checked, Error> {
         match self.modes.guard {
             true => request.with_guard(),

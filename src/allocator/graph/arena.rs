@@ -98,7 +98,6 @@ struct Piece {
     tag: Tag,
 }
 
-/// A live block.
 #[derive(Debug, Clone)]
 pub(crate) struct Live {
     /// Its record in the heap.

@@ -167,13 +167,11 @@ impl Graphs {
         }
     }
 
-    /// Whether a capture's graph has no lease of a pool yet.
     pub(crate) fn lacks_lease(&self, capture: u64, pool: u64) -> bool {
         let known = self.captures.get(&capture);
         !known.is_some_and(|known| known.leased.contains(&pool))
     }
 
-    /// Returns the lease of a pool that a capture's graph has.
     pub(crate) fn lease_of(&self, capture: u64, pool: u64) -> Option<Lease> {
         let leases = &self.captures.get(&capture)?.leases;
         let own = leases.iter().find(|(of, _)| *of == pool);

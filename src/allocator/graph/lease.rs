@@ -80,7 +80,6 @@ impl Lease {
         self.0.state.load(Ordering::Acquire) == OVER
     }
 
-    /// Ends the lease.
     pub(crate) fn end(&self) {
         let pool = &self.0.pool.0;
         if self.0.state.swap(OVER, Ordering::AcqRel) == COUNTED {

@@ -127,7 +127,6 @@ impl Pool {
         self.arena.live.is_empty() && self.arena.has_memory()
     }
 
-    /// Whether a graph holds a lease.
     pub(crate) fn has_leases(&self) -> bool {
         self.leases.count() > 0
     }
@@ -420,7 +419,6 @@ impl Graphs {
         self.pools.values().map(|pool| pool.leases.count()).sum()
     }
 
-    /// Whether a graph holds a lease.
     pub(crate) fn are_leased(&self) -> bool {
         self.pools.values().any(Pool::has_leases)
     }

@@ -56,7 +56,6 @@ pub(crate) fn around(heap: &mut Heap, ptr: u64) -> Option<(u64, (u32, u32))> {
     (hot.state == Extent::Pooled).then_some((hot.addr, (id, hot.generation)))
 }
 
-/// Plans a growth of a pool.
 pub(crate) fn plan(heap: &mut Heap, request: &PoolRequest) -> Result<Plan, PlanFailure> {
     let want = Want {
         space: SpaceId::Large,
@@ -157,7 +156,6 @@ pub(crate) fn remove(heap: &mut Heap, pool: u64, addr: u64, tag: Tag) -> Option<
     Some(gone.users)
 }
 
-/// Restores a checkpoint of a pool.
 pub(crate) fn restore(heap: &mut Heap, pool: u64, changes: Changes) -> Restoration {
     let mut gone = Vec::with_capacity(changes.cease.len());
     for addr in &changes.cease {

@@ -115,7 +115,6 @@ impl User {
         Trace(Arc::downgrade(&self.0))
     }
 
-    /// Whether both are copies of one user.
     #[inline]
     pub(crate) fn is_copy_of(&self, other: &User) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -140,7 +139,6 @@ impl User {
         self.is_named(other.key, other.raw)
     }
 
-    /// [`is`](Self::is) for a stream by its name.
     #[inline]
     pub(crate) fn is_named(&self, key: StreamKey, raw: usize) -> bool {
         let by_handle = |key| matches!(key, StreamKey::Handle(_));

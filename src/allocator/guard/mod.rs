@@ -67,7 +67,6 @@ impl Guards {
             .filter_map(|guarded| guarded.freed.as_ref())
     }
 
-    /// Adds a guard of a block.
     pub(crate) fn add(&mut self, block: Guarding) {
         match block {
             Guarding::Record(id) => self.blocks.entry(id).or_default().guards += 1,

@@ -89,7 +89,6 @@ fn stranded(heap: &Heap) -> Vec<StreamBytes> {
     by_stream(heap, by_slot)
 }
 
-/// Returns all statistics.
 pub(crate) fn statistics(heap: &Heap) -> Stats {
     let mut stats = heap.stats;
     stats.free = heap.extents.free_bytes();

@@ -52,7 +52,6 @@ struct Inner {
     reservations: BTreeMap<u64, u64>,
     /// Free ranges by their base; none crosses the border of a reservation.
     free: BTreeMap<u64, u64>,
-    /// Bytes leased.
     leased: u64,
 }
 
@@ -191,7 +190,6 @@ impl Addresses {
 }
 
 impl Inner {
-    /// Adds a reservation.
     fn reserved(&mut self, base: u64, bytes: u64) {
         self.reservations.insert(base, bytes);
         self.free.insert(base, bytes);

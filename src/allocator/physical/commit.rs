@@ -144,12 +144,10 @@ fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<NewHandle>) -> Grow
     failure
 }
 
-/// Allocates a segment.
 pub(crate) fn allocate(context: &Context, bytes: u64) -> Result<u64, DriverError> {
     context.enter()?.mem_alloc(bytes as usize)
 }
 
-/// Frees a segment.
 pub(crate) fn free(entered: &Entered<'_>, release: &Release) -> Result<(), DriverError> {
     // SAFETY: the segment belongs to the allocator, is wholly free and claimed for this release, and the host observed
     // the completion of every use of it.

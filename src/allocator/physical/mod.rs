@@ -160,7 +160,6 @@ impl Physical {
         self.holdings.get(&home)?.handle
     }
 
-    /// Counts a large request.
     pub(crate) fn count_request(&mut self, want: &Want) {
         self.requests += u64::from(want.space == SpaceId::Large);
     }

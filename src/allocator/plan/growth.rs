@@ -213,7 +213,6 @@ fn reason(heap: &Heap, want: &Want, claimed: &[Shard]) -> GrowthReason {
     }
 }
 
-/// Adds leased address space to an arena.
 pub(crate) fn add_addresses(heap: &mut Heap, space: SpaceId, lease: Lease) {
     let Lease { base, bytes, grown } = lease;
     match heap.physical.spans.range_mut(..base).next_back() {
@@ -402,7 +401,6 @@ pub(crate) fn commit_segment(
     )
 }
 
-/// Adds memory to the heap.
 pub(crate) fn hold(heap: &mut Heap, addr: u64, bytes: u64, handle: Option<u64>, space: SpaceId) {
     let number = match handle {
         Some(_) if space == SpaceId::Large => {

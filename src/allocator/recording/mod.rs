@@ -70,7 +70,6 @@ impl Recorder {
         }
     }
 
-    /// Records an allocated block.
     #[inline(always)]
     pub(crate) fn record_allocation(&self, streams: &Streams, records: &mut Records, id: u32) {
         if process::is_recording() {
@@ -145,7 +144,6 @@ impl Recorder {
         }
     }
 
-    /// Records the limit.
     pub(crate) fn record_limit(&self, limit: Option<u64>) {
         if process::is_recording() {
             session::push(self.limit(limit));

@@ -46,7 +46,6 @@ pub struct Resumed {
     pub kept: u64,
 }
 
-/// Selected memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Selected {
     Allocator,
@@ -348,7 +347,6 @@ fn report_restored(engine: &Engine, mut work: Work<'_>) {
     engine.suspender.notify(SegmentChange::Birth, &born);
 }
 
-/// Creates a stream for copies, if there are any.
 fn copy_stream(engine: &Engine, suspensions: &[Suspension]) -> Result<Option<Stream>, Error> {
     let copies = suspensions.iter().any(|one| !one.kept.is_empty());
     let stream = copies.then(|| Stream::new(&engine.context));

@@ -170,7 +170,6 @@ impl Views {
         segments
     }
 
-    /// Returns the view around an address.
     pub(crate) fn view_around(&self, addr: u64) -> Option<(u64, &View)> {
         let (base, view) = self.map.range(..=addr).next_back()?;
         (addr < base + u64::from(view.granules) * GRANULE).then_some((*base, view))

@@ -296,7 +296,6 @@ impl Arena {
         free.chain(aside.map(|(part, tag)| (*part, tag)))
     }
 
-    /// Returns the free bytes.
     pub(crate) fn free_bytes(&self) -> u64 {
         let recent = self.recent.iter().map(|(_, piece)| piece);
         let pieces = self.free.values().chain(recent);

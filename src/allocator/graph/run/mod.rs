@@ -10,7 +10,6 @@ pub(crate) mod uses;
 use crate::allocator::graph::Graphs;
 use crate::error::{Error, GraphPoolError};
 
-/// Refuses a pool that was released.
 pub(crate) fn refuse_released(graphs: &Graphs, pool: u64) -> Result<(), Error> {
     match graphs.pools.get(&pool) {
         Some(pool) if !pool.released => Ok(()),

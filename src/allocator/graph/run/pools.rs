@@ -30,7 +30,6 @@ use crate::event::Kind;
 /// How long to wait for the driver's report that graphs are destroyed, where the report is useful but may not come.
 pub(crate) const SOON: Duration = Duration::from_millis(5);
 
-/// The live blocks of a pool.
 pub(crate) fn checkpoint(engine: &Engine, pool: u64) -> Result<Layout, Error> {
     engine.free_deferred();
     let mut heap = engine.open()?;
@@ -86,7 +85,6 @@ pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restora
     Ok(restored)
 }
 
-/// What a pool holds.
 pub(crate) fn footprint(engine: &Engine, pool: u64) -> Result<Footprint, Error> {
     let heap = engine.open()?;
     refuse_released(&heap.graphs, pool)?;

@@ -38,7 +38,6 @@ pub(crate) fn enter(engine: &Engine, pool: u64, kind: Kind) -> Result<u64, Error
     Ok(scope)
 }
 
-/// Closes a scope.
 pub(crate) fn leave(engine: &Engine, scope: u64) -> Result<(), Error> {
     if process::is_forked_child() {
         return Err(Error::ForkedChild);

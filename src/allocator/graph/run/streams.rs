@@ -98,7 +98,6 @@ pub(crate) fn lease(engine: &Engine, info: &CaptureStatus, pool: u64) -> Result<
     Ok(())
 }
 
-/// Leases addresses for a pool.
 pub(crate) fn lease_addresses(
     engine: &Engine,
     pool: u64,
