@@ -78,7 +78,7 @@ impl Stream {
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::CaptureControl`](super::Feature::CaptureControl).
+    /// [`Feature::CaptureControl`].
     pub fn begin_capture(&self, mode: CUstreamCaptureMode) -> Result<(), DriverError> {
         let _entered = self.context().enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
@@ -129,7 +129,7 @@ impl Stream {
     ///
     /// # Errors
     /// The driver's, in which case the graph is lost; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::EdgeData`](super::Feature::EdgeData), `CUDA_ERROR_INVALID_HANDLE` for a graph of another driver.
+    /// [`Feature::EdgeData`], `CUDA_ERROR_INVALID_HANDLE` for a graph of another driver.
     ///
     /// # Safety
     /// The nodes must belong to live graphs that no other thread uses during the call.
@@ -169,8 +169,8 @@ impl Stream {
     /// # Errors
     /// The driver's: `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED` for a capture that can only be ended,
     /// `CUDA_ERROR_LOSSY_QUERY` where an edge has data and the driver lacks
-    /// [`Feature::EdgeData`](super::Feature::EdgeData), `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::CaptureInfo`](super::Feature::CaptureInfo).
+    /// [`Feature::EdgeData`], `CUDA_ERROR_NOT_FOUND` without
+    /// [`Feature::CaptureInfo`].
     pub fn capture_info(&self) -> Result<Option<CaptureInfo>, DriverError> {
         let entered = self.context().enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.
@@ -182,7 +182,7 @@ impl Stream {
     ///
     /// # Errors
     /// The driver's; `CUDA_ERROR_NOT_FOUND` without
-    /// [`Feature::CaptureInfo`](super::Feature::CaptureInfo).
+    /// [`Feature::CaptureInfo`].
     pub fn capture_id(&self) -> Result<Option<u64>, DriverError> {
         let entered = self.context().enter()?;
         // SAFETY: the handle is valid by the contract under which it was made.

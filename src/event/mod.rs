@@ -1,8 +1,8 @@
 //! Events of allocators: records of 32 bytes in rings, one ring for each writer.
 //!
-//! Each writer holds a [`WriterRing`] under a lock of its own, and so is the only writer of that tap's [`Ring`]. Readers merge
-//! the rings by time. A full ring overwrites its oldest records, and readers count the lost ones. Nothing here runs
-//! without a recording: callers check the process state first.
+//! Each writer holds an [`EventWriter`] under its own lock, and so is the only writer of its [`Ring`](ring::Ring).
+//! Readers merge the rings by time. A full ring overwrites its oldest records, and readers count the lost ones. Nothing
+//! here runs without a recording: callers check the process state first.
 
 pub(crate) mod clock;
 pub(crate) mod file;
@@ -16,4 +16,4 @@ pub(crate) mod sink;
 pub(crate) mod stack;
 
 pub(crate) use record::{Event, Kind};
-pub(crate) use session::WriterRing;
+pub(crate) use session::EventWriter;

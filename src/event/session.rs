@@ -78,16 +78,16 @@ impl Session {
         Some(session)
     }
 
-    /// Stops it: taps without a ring get none any more. Taps with a ring continue writing to it until they are
-    /// [cleared](Tap::clear).
+    /// Stops it: event writers without a ring get none any more. Those with a ring continue writing to it until they
+    /// are [cleared](EventWriter::clear).
     pub(crate) fn end(&self) {
         if self.is_current() {
             NUMBER.store(0, Ordering::Release);
         }
     }
 
-    /// Allows another recording to start. Called once no tap has a ring of this one, so that all rings always belong to
-    /// a single recording.
+    /// Allows another recording to start. Called once no event writer has a ring of this one, so that all rings always
+    /// belong to a single recording.
     pub(crate) fn leave(&self) {
         let mut current = current();
         if current
@@ -205,26 +205,26 @@ pub(crate) fn names_changed() {
 /// The maximum number of explaining events written together to their ring: a fraction of its size.
 const MOST_RARE: usize = 1 << 12;
 
-/// The tap for writers without one of their own.
-static SHARED: Mutex<WriterRing> = Mutex::new(WriterRing::none());
-/// The tap for rare events that explain others: allocators, streams, and driver memory. Frequent large blocks must not
-/// overwrite these.
-static RARE: Mutex<WriterRing> = Mutex::new(WriterRing::none());
+/// The event writer of code that has none of its own.
+static SHARED: Mutex<EventWriter> = Mutex::new(EventWriter::none());
+/// The event writer for rare events that explain others: allocators, streams, and driver memory. Frequent large blocks
+/// must not overwrite these.
+static RARE: Mutex<EventWriter> = Mutex::new(EventWriter::none());
 
 pub(crate) fn clear() {
-    for tap in [&SHARED, &RARE] {
-        *tap.lock() = WriterRing::none();
+    for event_writer in [&SHARED, &RARE] {
+        *event_writer.lock() = EventWriter::none();
     }
 }
 
-/// Records an event of a writer without a tap.
+/// Records an event by the shared event writers.
 pub(crate) fn push(event: Event) {
     push_in(event, names::context());
 }
 
 /// [`push`] in a context other than the thread's.
 pub(crate) fn push_in(event: Event, context: u32) {
-    let tap = match event.kind {
+    let event_writer = match event.kind {
         Kind::Source
         | Kind::Map
         | Kind::Unmap
@@ -236,8 +236,8 @@ pub(crate) fn push_in(event: Event, context: u32) {
         _ => &SHARED,
     };
     // The order in the ring is that of time: the time is taken under the lock.
-    let mut tap = tap.lock();
-    tap.push_at(clock::ticks(), event, context);
+    let mut event_writer = event_writer.lock();
+    event_writer.push_at(clock::ticks(), event, context);
 }
 
 /// [`push_in`] for an event of a stream without a number in records: its handle comes before it.
@@ -247,13 +247,13 @@ pub(crate) fn push_of(handle: u64, event: Event, context: u32) {
 
 /// Records events of one stream contiguously, after its handle if it has no number in records.
 pub(crate) fn push_together(handle: Option<u64>, events: &[Event], context: u32) {
-    let mut tap = SHARED.lock();
+    let mut event_writer = SHARED.lock();
     let ticks = clock::ticks();
     for event in events {
         let record = event.at_time(ticks, context);
         match handle {
-            Some(handle) => tap.write_of(handle, record),
-            None => tap.write(record),
+            Some(handle) => event_writer.write_of(handle, record),
+            None => event_writer.write(record),
         }
     }
 }
@@ -269,8 +269,9 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
     };
     // Records that explain others come first: all have the same time, and rings created earlier are read first.
     if apart.is_empty() {
-        let mut tap = RARE.lock();
-        rare.iter().for_each(|event| tap.push_at(ticks, *event, 0));
+        let mut event_writer = RARE.lock();
+        rare.iter()
+            .for_each(|event| event_writer.push_at(ticks, *event, 0));
     }
     let ring = session.and_then(|session| session.ring_for(apart.len() + held.len()));
     if ring.is_some() {
@@ -280,28 +281,29 @@ pub(crate) fn push_held(ticks: u64, rare: &[Event], held: &[Event]) {
         }
         return;
     }
-    let mut tap = SHARED.lock();
-    held.iter().for_each(|event| tap.push_at(ticks, *event, 0));
+    let mut event_writer = SHARED.lock();
+    held.iter()
+        .for_each(|event| event_writer.push_at(ticks, *event, 0));
 }
 
 /// The place where one writer writes: its own ring in the current recording. Protected by the writer's lock.
 #[derive(Debug)]
-pub(crate) struct WriterRing {
+pub(crate) struct EventWriter {
     number: u64,
     /// The handle of the writer's own stream, if that has no number in records.
     handle: u64,
     writer: Writer,
 }
 
-impl Default for WriterRing {
-    fn default() -> WriterRing {
-        WriterRing::none()
+impl Default for EventWriter {
+    fn default() -> EventWriter {
+        EventWriter::none()
     }
 }
 
-impl WriterRing {
-    const fn none() -> WriterRing {
-        WriterRing {
+impl EventWriter {
+    const fn none() -> EventWriter {
+        EventWriter {
             number: 0,
             handle: 0,
             writer: Writer::none(),
@@ -309,7 +311,7 @@ impl WriterRing {
     }
 
     /// Restricts the writer to events of one stream, given by slot and handle. A stream without a number in records
-    /// gets no ring: its events go to the shared tap, each preceded by the handle.
+    /// gets no ring: its events go to the shared event writer, each preceded by the handle.
     pub(crate) fn set_whose(&mut self, (stream, handle): (u32, u64), allocator: u64) {
         let whose = StreamLap::new(stream, allocator);
         let rings = [whose, self.writer.whose()].map(|whose| !whose.is_unnumbered());
@@ -323,7 +325,7 @@ impl WriterRing {
 
     /// Releases the ring of an ended recording. The writer's stream stays.
     pub(crate) fn clear(&mut self) {
-        *self = WriterRing {
+        *self = EventWriter {
             number: 0,
             handle: self.handle,
             writer: Writer::new(None, self.writer.whose()),
@@ -349,7 +351,7 @@ impl WriterRing {
     /// [`push_own`](Self::push_own) without further checks, in the thread's context.
     ///
     /// # Safety
-    /// The [place](Self::place) was returned by this tap and not used since.
+    /// The [place](Self::place) was returned by this event writer and not used since.
     #[inline(always)]
     pub(crate) unsafe fn put_own(&mut self, place: Place, event: (Kind, u64, u64)) -> u32 {
         let context = names::context();
@@ -396,7 +398,7 @@ impl WriterRing {
         self.writer = Writer::new(ring, self.writer.whose());
     }
 
-    /// Records an event for which there is no ring. One of a stream without a number goes to the shared tap.
+    /// Records an event for which there is no ring. One of a stream without a number goes to the shared event writer.
     #[cold]
     #[inline(never)]
     fn miss(&self, record: Record) {
@@ -420,21 +422,21 @@ mod tests {
     fn a_reused_stream_has_no_ring_of_an_ended_recording() {
         let whose = StreamLap::new(1, 2);
         let ring = Some(Arc::new(Ring::new(8, None)));
-        let mut tap = WriterRing {
+        let mut event_writer = EventWriter {
             number: u64::MAX,
             handle: 0,
             writer: Writer::new(ring, whose),
         };
-        assert!(tap.place().is_some());
-        tap.set_whose((3, 0), 4);
-        assert!(tap.place().is_none());
-        let own = |tap: &WriterRing| {
-            let whose = tap.writer.whose();
+        assert!(event_writer.place().is_some());
+        event_writer.set_whose((3, 0), 4);
+        assert!(event_writer.place().is_none());
+        let own = |event_writer: &EventWriter| {
+            let whose = event_writer.writer.whose();
             record::parts(&whose.record((Kind::Free, 512, 1), (0, 5)))
         };
-        assert_eq!(own(&tap), (2, 512, 1, 3, 5, 4));
+        assert_eq!(own(&event_writer), (2, 512, 1, 3, 5, 4));
         // This stays when the writer's ring is released.
-        tap.clear();
-        assert_eq!(own(&tap), (2, 512, 1, 3, 5, 4));
+        event_writer.clear();
+        assert_eq!(own(&event_writer), (2, 512, 1, 3, 5, 4));
     }
 }

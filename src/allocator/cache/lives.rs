@@ -35,7 +35,9 @@ impl StreamCaches {
             inner.allocator = self.id;
             inner.key = slot.key.number();
             inner.slot = stream;
-            inner.tap.set_whose((stream, slot.raw as u64), self.id);
+            inner
+                .event_writer
+                .set_whose((stream, slot.raw as u64), self.id);
             inner.raw = slot.handle_to_query();
             inner.runs.set_ticket(slot.open);
             inner.set_fast(open && slot.named && matches!(slot.key, StreamKey::Id(_)));

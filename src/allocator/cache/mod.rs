@@ -165,8 +165,8 @@ impl StreamCaches {
         }
     }
 
-    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::await_queries`] waits for the
-    /// queries in progress.
+    /// Prevents new capture queries of a stream by frees in its stream caches. [`StreamCache::await_queries`] waits for
+    /// the queries in progress.
     pub(crate) fn stop_queries(&self, stream: u32) -> Vec<&'static StreamCache> {
         let caches = self.of(stream).to_vec();
         for cache in &caches {
@@ -238,7 +238,7 @@ impl StreamCaches {
     /// Drops the rings of a finished recording.
     pub(crate) fn clear_taps(&self) {
         for cache in &self.all {
-            cache.lock().tap.clear();
+            cache.lock().event_writer.clear();
         }
     }
 

@@ -25,7 +25,7 @@ pub(crate) fn out_of_memory(heap: &mut Heap, want: &Want) -> OutOfMemory {
     picture(heap, want.requested, shortage)
 }
 
-/// [`out_of_memory`](out_of_memory) for a request to a graph pool that needs these bytes from the driver.
+/// [`out_of_memory`] for a request to a graph pool that needs these bytes from the driver.
 pub(crate) fn out_of_memory_in_pool(
     heap: &mut Heap,
     request: &PoolRequest,

@@ -39,7 +39,7 @@ pub(crate) use pool::StreamCachePool;
 pub(crate) use runs::Runs;
 
 use crate::allocator::size::GRANULE;
-use crate::event::WriterRing;
+use crate::event::EventWriter;
 pub(crate) use account::cold_path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -128,7 +128,7 @@ pub(crate) struct Inner {
     turn: u32,
     /// Destination of a recording's events from this cache. It stays with the stream cache when that changes its
     /// stream.
-    pub tap: WriterRing,
+    pub event_writer: EventWriter,
 }
 
 /// Stream caches, by rank.
@@ -160,7 +160,7 @@ impl Default for Inner {
             asked_at: 0,
             others: None,
             turn: 0,
-            tap: WriterRing::default(),
+            event_writer: EventWriter::default(),
         }
     }
 }
@@ -239,7 +239,7 @@ impl StreamCache {
             + Runs::quick_at(granules)
     }
 
-    /// Returns the value of [`process::now`].
+    /// Returns the value of `process::now`.
     #[inline(always)]
     pub(crate) fn now(&self) -> Now {
         self.lock.beside.now()

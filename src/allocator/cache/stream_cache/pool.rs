@@ -36,7 +36,7 @@ impl StreamCachePool {
     pub(crate) fn clear_taps(&self) {
         let waiting = self.waiting.lock();
         for cache in waiting.iter() {
-            cache.lock().tap.clear();
+            cache.lock().event_writer.clear();
         }
     }
 
@@ -45,7 +45,7 @@ impl StreamCachePool {
         let former = {
             let mut inner = cache.lock();
             let mut former = std::mem::take(&mut *inner);
-            inner.tap = std::mem::take(&mut former.tap);
+            inner.event_writer = std::mem::take(&mut former.event_writer);
             former
         };
         self.waiting.lock().push(cache);

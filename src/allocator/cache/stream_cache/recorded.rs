@@ -7,14 +7,14 @@ use crate::driver::process;
 use crate::event::Kind;
 
 impl StreamCache {
-    /// [`free_quick`](Inner::free_quick) for a block with an owner while a recording is in progress, if the stream cache
-    /// is not locked and a compact record suffices. Otherwise the block stays live.
+    /// [`free_quick`](Inner::free_quick) for a block with an owner while a recording is in progress, if the stream
+    /// cache is not locked and a compact record suffices. Otherwise the block stays live.
     #[inline(always)]
     pub(crate) fn free_recorded(&self, node: Node, at: &u64, generation: &u32) -> bool {
         let Some(mut inner) = self.try_lock() else {
             return false;
         };
-        let Some(place) = inner.tap.place() else {
+        let Some(place) = inner.event_writer.place() else {
             return false;
         };
         // Read from the block where it is needed, because keeping the value costs more.
@@ -23,8 +23,8 @@ impl StreamCache {
             return false;
         };
         let freed = (Kind::Free, *at, live.requested.into());
-        // SAFETY: `place` belongs to the tap, and the lock has been held since it was obtained.
-        unsafe { inner.tap.put_own(place, freed) };
+        // SAFETY: `place` belongs to the event writer, and the lock has been held since it was obtained.
+        unsafe { inner.event_writer.put_own(place, freed) };
         true
     }
 }
@@ -39,12 +39,12 @@ impl Inner {
         if !fits {
             return None;
         }
-        let place = self.tap.place()?;
+        let place = self.event_writer.place()?;
         let taken = self.runs.take_quick(request.granules, request.requested)?;
         self.account(bytes, request.requested);
         let event = (Kind::Allocate, taken.ptr, request.requested.into());
-        // SAFETY: `place` belongs to the tap, and the lock has been held since it was obtained.
-        let context = unsafe { self.tap.put_own(place, event) };
+        // SAFETY: `place` belongs to the event writer, and the lock has been held since it was obtained.
+        let context = unsafe { self.event_writer.put_own(place, event) };
         self.note_context(&taken, context);
         Some(taken)
     }
@@ -64,7 +64,7 @@ impl Inner {
     pub(crate) fn record_allocation(&mut self, taken: &Taken, requested: u32) {
         if process::is_recording() {
             let context = self
-                .tap
+                .event_writer
                 .push_own((Kind::Allocate, taken.ptr, requested.into()));
             self.note_context(taken, context);
         }
@@ -74,7 +74,8 @@ impl Inner {
     #[inline(always)]
     pub(crate) fn record_free(&mut self, at: u64, requested: u32) {
         if process::is_recording() {
-            self.tap.push_own((Kind::Free, at, requested.into()));
+            self.event_writer
+                .push_own((Kind::Free, at, requested.into()));
         }
     }
 
@@ -83,7 +84,7 @@ impl Inner {
     pub(crate) fn record_reuse(&mut self, block: &CachedBlock) {
         if process::is_recording() {
             let context = self
-                .tap
+                .event_writer
                 .push_own((Kind::Allocate, block.ptr, block.requested));
             if context != 0
                 && let Some(names) = self.large_cache.names_mut(block.id)
@@ -105,7 +106,8 @@ impl Inner {
         if put == Some(true)
             && let Some(block) = before
         {
-            self.tap.push_own((Kind::Free, block.ptr, block.requested));
+            self.event_writer
+                .push_own((Kind::Free, block.ptr, block.requested));
         }
         put
     }
