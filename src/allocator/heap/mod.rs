@@ -22,7 +22,7 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Graphs;
 use crate::allocator::guard::Guards;
 use crate::allocator::physical::policy::Rules;
-use crate::allocator::physical::{Bounds, Physical};
+use crate::allocator::physical::{Bounds, MemoryUsers, Physical};
 use crate::allocator::recording::Recorder;
 use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
@@ -132,7 +132,15 @@ impl Heap {
             Regime::Plentiful => self.peak_live.max(self.peak_active),
             Regime::Scarce(_) => self.peak_live,
         };
-        self.physical.soft_cap(peak)
+        self.physical.soft_cap(peak, self.memory_users())
+    }
+
+    /// Returns the users of new memory outside graph pools.
+    pub(crate) fn memory_users(&self) -> MemoryUsers {
+        match self.streams.several() {
+            true => MemoryUsers::Several,
+            false => MemoryUsers::One,
+        }
     }
 
     /// Returns the bytes left below the soft cap.

@@ -7,8 +7,8 @@ use crate::allocator::extent::uses::Uses;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::take::Part;
+use crate::allocator::physical::Fresh;
 use crate::allocator::physical::address::Lease;
-use crate::allocator::physical::{Fresh, MemoryUsers};
 use crate::allocator::report::{GrowthInfo, GrowthReason};
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::stream::finder::Run;
@@ -147,11 +147,9 @@ pub(crate) fn room_within(heap: &Heap, within: Bound) -> u64 {
 /// Returns the sizes of the handles for new memory at an address.
 fn handle_sizes(heap: &Heap, want: &Want, addr: u64, bytes: u64) -> Vec<u64> {
     let reserved = heap.stats.all.reserved.current;
-    let sharers = match heap.streams.several() {
-        true => MemoryUsers::Several,
-        false => MemoryUsers::One,
-    };
-    let size = heap.physical.handle_size(want, bytes, reserved, sharers);
+    let size = heap
+        .physical
+        .handle_size(want, bytes, reserved, heap.memory_users());
     heap.physical.tiles(addr, bytes, size)
 }
 

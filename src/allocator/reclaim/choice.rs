@@ -290,6 +290,7 @@ impl<'a> Reclaim<'a> {
         let missing = growth::missing(heap, want).unwrap_or(0);
         let held = heap.counted() + missing;
         self.regime = heap.physical.choose_regime(held).or(self.regime);
+        heap.streams.unmarked_bytes = heap.physical.unmarked_bytes(heap.held());
         // With `waits=always`, memory pending on other streams serves the request after a wait.
         if heap.physical.regime == Regime::Plentiful
             && heap.physical.tuning.waits != Waits::Always

@@ -201,6 +201,7 @@ fn take_step<'a>(
         }
         Step::Poll => {
             heap.streams.reset_backoff();
+            heap.streams.list_unmarked();
             Ok((poll_before(engine, heap, want.stream)?, None))
         }
         Step::EmptyCaches => {

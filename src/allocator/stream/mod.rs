@@ -70,6 +70,8 @@ pub(crate) struct Streams {
     newcomers: usize,
     /// Streams with a full batch whose marker is recorded only when another stream needs it.
     pub(crate) full: Vec<u32>,
+    /// Freed bytes that the active streams together may leave without a marker, beyond the least size of a full batch.
+    pub(crate) unmarked_bytes: u64,
     /// Whether batches never wait for a request, because streams may be captured from the start.
     pub eager_markers: bool,
     /// Whether raw streams may be destroyed without being retired.
@@ -104,12 +106,17 @@ impl Streams {
 
     /// Whether more than one stream may hold or request memory.
     pub(crate) fn several(&self) -> bool {
-        self.in_use - self.inactive > 1
+        self.active() > 1
+    }
+
+    /// Number of streams that are not inactive.
+    fn active(&self) -> usize {
+        self.in_use - self.inactive
     }
 
     /// Lists the full batches that needed no marker while there was only one stream.
     fn list_deferred_batches(&mut self) {
-        if self.in_use - self.inactive == 2 {
+        if self.active() == 2 {
             for stream in self.slots() {
                 self.list_full(stream);
             }
@@ -398,17 +405,17 @@ impl Streams {
     #[inline]
     pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
         self.note_call(stream);
-        let several = self.several();
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.saturating_add(1);
         slot.open_bytes += bytes;
-        if !several || !slot.is_full() {
+        if !self.several() || !self.is_full(stream) {
             return false;
         }
+        let slot = &self.slots[stream as usize];
         let waits = slot.eager_batches == 0 && slot.holder.is_lasting();
         // If streams may be capturing, the owner's free records the marker, not a later query of another stream.
         if waits && !self.eager_markers && process::is_unwatched() {
-            self.list_full(stream);
+            self.list(stream);
             return false;
         }
         true
@@ -429,10 +436,36 @@ impl Streams {
         }
     }
 
+    /// Whether the open batch of a stream should get its marker. Bytes without a marker cost the other streams memory
+    /// rather than time, so on a stream that can be marked at any time they may be a share of the memory.
+    fn is_full(&self, stream: u32) -> bool {
+        let slot = &self.slots[stream as usize];
+        let share = slot.open_bytes.saturating_mul(self.active() as u64);
+        let may_wait = slot.holder.is_lasting() && slot.open_uses < BATCH_FREES;
+        slot.is_full() && !(may_wait && share < self.unmarked_bytes)
+    }
+
     pub(crate) fn list_full(&mut self, stream: u32) {
+        if self.is_full(stream) {
+            self.list(stream);
+        }
+    }
+
+    /// Lists every batch that is large enough for a marker, although the share of [`unmarked_bytes`] is not used up.
+    ///
+    /// [`unmarked_bytes`]: Self::unmarked_bytes
+    pub(crate) fn list_unmarked(&mut self) {
+        for stream in self.slots() {
+            if self.slots[stream as usize].is_full() {
+                self.list(stream);
+            }
+        }
+    }
+
+    fn list(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         let kept = slot.in_use && slot.holder.is_lasting() && !slot.is_unusable();
-        if kept && !slot.listed && slot.is_full() {
+        if kept && !slot.listed {
             slot.listed = true;
             self.full.push(stream);
         }

@@ -202,7 +202,7 @@ impl Slot {
         self.markers.iter().rfind(|marker| !marker.doubtful)
     }
 
-    /// Whether the open batch is worth a marker.
+    /// Whether the open batch is large enough for a marker.
     #[inline]
     pub(crate) fn is_full(&self) -> bool {
         self.open_uses >= BATCH_FREES || self.open_bytes >= BATCH_BYTES
@@ -274,7 +274,7 @@ pub(crate) struct Suspect {
 /// Number of frees after which a batch is full while several streams are active.
 pub(crate) const BATCH_FREES: u32 = 32;
 
-/// Number of freed bytes after which a batch is full.
+/// Least number of freed bytes after which a batch is full.
 pub(crate) const BATCH_BYTES: u64 = 1 << 20;
 
 /// Number of batches that get their marker as soon as they are full, for a new stream and for one with a backlog: where

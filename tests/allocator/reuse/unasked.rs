@@ -1,6 +1,8 @@
 //! Memory that no other stream requests gets no marker, and a stream that is idle at the request needs
 //! none.
 
+use cualloc::allocator::Waits;
+
 use super::late::{BLOCK, covers_no_later_free};
 use super::waits;
 use crate::common::prelude::*;
@@ -17,12 +19,11 @@ fn records(rig: &Rig) -> u64 {
 fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
     drop(allocator.allocate(512, other).unwrap());
     let markers = allocator.stats().markers;
-    for at in 0..BATCHES {
-        drop(
-            allocator
-                .allocate((1 + at as usize % 3) * MIB, stream)
-                .unwrap(),
-        );
+    // More than the share of the memory that may lack a marker.
+    let share = allocator.stats().all.reserved.current as usize / 32;
+    for at in 0..BATCHES as usize {
+        let bytes = share + (1 + at % 3) * MIB;
+        drop(allocator.allocate(bytes, stream).unwrap());
     }
     let marked = allocator.stats().markers - markers;
     assert!((400..BATCHES).contains(&marked), "{marked} markers");
@@ -47,6 +48,26 @@ fn batches_that_no_request_needs_get_no_marker() {
         assert_eq!(taken.ptr(), ptr);
         assert_eq!(rig.calls("cuStreamQuery"), queries + 1);
         assert_eq!((records(rig), waits(rig), rig.memory_calls()), before);
+    });
+}
+
+/// Frees get a marker once they exceed a share of the memory, or when a request of another stream needs them.
+#[test]
+fn frees_below_a_share_of_the_memory_get_no_marker() {
+    only(Policy::Packed, |rig| {
+        let config = Config::new().limit(Some(704 * MIB as u64));
+        let (allocator, [a, b]) = rig.scene_with(config.waits(Waits::Never));
+        let _kept = allocator.allocate(640 * MIB, &b).unwrap();
+        drop(allocator.allocate(5 * MIB, &a).unwrap());
+        let markers = allocator.stats().markers;
+        // The share is 10 MiB: a 32nd of 646 MiB, divided by two streams.
+        for at in 0..90 {
+            let bytes = 4 * MIB + at % 3 * 512 * KIB;
+            drop(allocator.allocate(bytes, &a).unwrap());
+        }
+        assert_eq!(allocator.stats().markers - markers, 30);
+        drop(allocator.allocate(8 * MIB, &a).unwrap());
+        let _all = allocator.allocate(60 * MIB, &b).unwrap();
     });
 }
 
