@@ -32,14 +32,6 @@ impl Counter {
         self.total_allocated += amount;
     }
 
-    /// [`add`](Self::add) for an amount that cannot raise the peak.
-    #[inline(always)]
-    fn add_below(&mut self, amount: u64) {
-        self.current += amount;
-        self.total_allocated += amount;
-        debug_assert!(self.current <= self.peak, "no peak");
-    }
-
     #[inline(always)]
     pub(crate) fn sub(&mut self, amount: u64) {
         debug_assert!(amount <= self.current, "a counter never wraps");
@@ -60,15 +52,16 @@ impl Counter {
 }
 
 /// Statistics of one pool, or of all pools together.
+///
+/// The first four counters, which each large block changes, lie on two cache lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
+#[repr(C, align(64))]
 pub struct PoolStats {
     /// Number of live blocks. Under the packed policy its peak becomes an upper bound once several streams or threads
     /// have allocated blocks of up to 64 KiB, or such blocks were live beside larger ones. The bound is never below an
     /// observed value, and never above the number of blocks that fit into the peak of [`allocated`](Self::allocated).
     pub allocations: Counter,
-    /// Number of segments (classic) or physical handles (packed) obtained from the driver.
-    pub segments: Counter,
     /// Bytes of live blocks, after rounding. Its peak is exact.
     pub allocated: Counter,
     /// Requested bytes of live blocks. Its peak is an upper bound where that of [`allocations`](Self::allocations) is,
@@ -77,6 +70,8 @@ pub struct PoolStats {
     /// Bytes of live blocks, and of freed blocks that streams other than their own may still access. Under the packed
     /// policy its peak is an upper bound.
     pub active: Counter,
+    /// Number of segments (classic) or physical handles (packed) obtained from the driver.
+    pub segments: Counter,
     /// Bytes obtained from the driver. Its peak is exact. Memory that a failed release may have leaked does not count.
     pub reserved: Counter,
 }
@@ -128,6 +123,7 @@ impl PoolStats {
 /// How often each step of reclaim succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
+#[repr(C)]
 pub struct ReclaimStats {
     /// A fitting extent was ready.
     pub ready: u64,
@@ -156,6 +152,7 @@ pub struct ReclaimStats {
 /// A consistent snapshot of all statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
+#[repr(C)]
 pub struct Stats {
     /// Both pools together. Its peaks are peaks of the sums, not sums of the peaks.
     pub all: PoolStats,
@@ -230,20 +227,6 @@ impl Stats {
             pool.active.add(bytes);
             pool.requested.add(requested);
         });
-    }
-
-    /// [`born`](Self::born) for a block of the large pool that raises no peak of bytes, and no other peak of that pool.
-    #[inline]
-    pub(crate) fn count_block_below_peaks(&mut self, bytes: u64, requested: u64) {
-        let Stats { all, large, .. } = self;
-        all.allocations.add(1);
-        all.requested.add(requested);
-        large.allocations.add_below(1);
-        large.requested.add_below(requested);
-        for pool in [all, large] {
-            pool.allocated.add_below(bytes);
-            pool.active.add(bytes);
-        }
     }
 
     /// Counts a freed block; `over` is whether no stream other than its own still accesses it.

@@ -223,7 +223,8 @@ impl Block {
         };
         let engine = self.engine();
         let done = if engine.is_fast() {
-            self.free_cached() || engine.free_large(id, self.place.generation)
+            let life = (id, self.place.generation);
+            self.free_cached() || engine.free_large(self.place.ptr, Some(life))
         } else {
             !engine.needs_checks() && self.free_cached()
         };

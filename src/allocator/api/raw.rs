@@ -155,7 +155,10 @@ impl Allocator {
             // SAFETY: the caller's contract.
             None => unsafe { self.engine.named_raw(stream) }?,
         };
-        let made = self.engine.allocate(&named, &Request::new(bytes), missed);
+        let made = match unaligned(bytes) {
+            None => self.engine.allocate_large(bytes, &named, missed),
+            Some(_) => self.engine.allocate(&named, &Request::new(bytes), missed),
+        };
         made.map(|grant| grant.ptr())
     }
 

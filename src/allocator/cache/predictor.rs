@@ -25,6 +25,7 @@ enum Last {
 
 /// The predictor; see the module documentation.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct ReusePredictor {
     last: Last,
     counters: [u8; COUNTERS],

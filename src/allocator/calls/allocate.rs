@@ -126,6 +126,17 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
+        if !self.is_fast() || self.unretired || self.deferred.load(Ordering::Relaxed) {
+            return self.allocate_checked(named, request);
+        }
+        self.refuse_capture(named)?;
+        self.allocate_locked(named, request)
+    }
+
+    /// [`allocate_missed`](Self::allocate_missed) where a call has to do more before it locks the heap.
+    #[cold]
+    #[inline(never)]
+    fn allocate_checked(&self, named: &Named<'_>, request: &Checked) -> Result<Grant, Error> {
         if let Some(debug) = &self.debug {
             return debug.allocate(self, named, request);
         }
@@ -138,7 +149,6 @@ impl Engine {
     }
 
     /// Allocates for a request that belongs to no graph pool.
-    #[inline(always)]
     pub(crate) fn allocate_in_heap(
         &self,
         named: &Named<'_>,
@@ -148,9 +158,7 @@ impl Engine {
         if self.unretired {
             self.mark_while_named(named);
         }
-        if self.deferred.load(Ordering::Relaxed) {
-            self.free_deferred();
-        }
+        self.free_deferred();
         if self.needs_checks()
             && request.is_plain()
             && let StreamKey::Id(key) = named.key
@@ -159,25 +167,21 @@ impl Engine {
         {
             return Ok(grant);
         }
+        self.allocate_locked(named, request)
+    }
+
+    /// Allocates from the heap's ready memory, or by making room.
+    #[inline(always)]
+    fn allocate_locked(&self, named: &Named<'_>, request: &Checked) -> Result<Grant, Error> {
         let mut heap = self.lock();
-        heap.ensure_serving()?;
-        let name = (named.key, named.stream.is_some());
         if !heap.contended
-            && let Some(grant) = heap.take_ready(&self.device, name, request)
+            && let Some(grant) = heap.take_ready(named.key, named.stream.is_some(), request)
         {
             drop(heap);
             idle::release_if_due(self);
             return Ok(grant);
         }
-        let made = self.make_room(heap, named, request);
-        if process::is_recording()
-            && let Err(Error::OutOfMemory(refused)) = &made
-        {
-            let stream = (named.key, named.raw as usize);
-            let heap = self.lock();
-            heap.recorder.record_refusal(&heap.streams, refused, stream);
-        }
-        made
+        self.make_room(heap, named, request)
     }
 
     /// Continues an allocation that no ready memory could serve. Kept out of line, because the code before it needs
@@ -189,6 +193,24 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
+        let made = self.allocate_with_room(heap, named, request);
+        if process::is_recording()
+            && let Err(Error::OutOfMemory(refused)) = &made
+        {
+            let stream = (named.key, named.raw as usize);
+            let heap = self.lock();
+            heap.recorder.record_refusal(&heap.streams, refused, stream);
+        }
+        made
+    }
+
+    fn allocate_with_room<'a>(
+        &'a self,
+        heap: Guard<'a>,
+        named: &Named<'_>,
+        request: &Checked,
+    ) -> Result<Grant, Error> {
+        heap.ensure_serving()?;
         let (mut heap, call) = begin(self, heap, named, request.requested)?;
         let (stream, cache) = (call.stream, call.cache);
         let (mut heap, grant) = match self.small_request(request) {

@@ -3,14 +3,16 @@
 use std::sync::atomic::Ordering;
 
 use crate::allocator::engine::recorded;
-use crate::driver::{REVIEW, Stream};
+use crate::driver::{REVIEW, Stream, process};
 
 use crate::allocator::cache::grant::{Grant, Missed};
 use crate::allocator::cache::stream_cache::{
     Allocated, Inner, Owner, Small, StreamCache, cold_path, thread,
 };
 use crate::allocator::engine::Engine;
+use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::request::Request;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
@@ -204,6 +206,22 @@ impl Engine {
             Allocated::Taken(taken) => Some(Grant::small(cache, taken, request.granules)),
             _ => None,
         }
+    }
+
+    /// Allocates what is too large for stream caches.
+    #[inline]
+    pub(crate) fn allocate_large(
+        &self,
+        bytes: usize,
+        named: &Named<'_>,
+        missed: Missed,
+    ) -> Result<Grant, Error> {
+        if self.in_large_caches.load(Ordering::Relaxed) > 0 || !process::is_quiet() {
+            return self.allocate(named, &Request::new(bytes), missed);
+        }
+        // It may hold the lock of a cache.
+        drop(missed);
+        self.allocate_missed(named, &Checked::new(bytes, 1)?)
     }
 
     /// Allocates a large block from the large-block cache of the stream cache that was tried, or else of the one that

@@ -98,6 +98,7 @@ impl Engine {
                 self.free_small(cache, (node, ptr), None)
             }
             (None, Some(_)) => Err(Error::NotLive { ptr }),
+            (None, None) if self.is_fast() && self.free_large(ptr, None) => Ok(()),
             (None, None) => self.free_record(ptr, None),
         }
     }
@@ -172,14 +173,20 @@ impl Engine {
         Ok(())
     }
 
-    /// Frees a large block in the heap if that involves neither the caches of large blocks, nor captures, nor the end
-    /// of the allocator. Otherwise returns false and changes nothing.
+    /// Frees the large block that begins at an address, or the one with this id and generation, in the heap if that
+    /// involves neither the caches of large blocks, nor captures, nor the end of the allocator. Otherwise returns false
+    /// and changes nothing.
     #[inline(never)]
-    pub(crate) fn free_large(&self, id: u32, generation: u32) -> bool {
+    pub(crate) fn free_large(&self, ptr: sys::CUdeviceptr, life: Option<(u32, u32)>) -> bool {
         let mut heap = self.lock();
         if heap.closed || heap.orphaned {
             return false;
         }
+        let at = || heap.extents.lookup.exact(ptr);
+        let found = life.or_else(|| at().map(|id| (id, heap.extents.records[id].generation)));
+        let Some((id, generation)) = found else {
+            return false;
+        };
         if process::is_recording()
             && heap.is_live((id, generation))
             && !heap.extents.records[id].cached

@@ -70,7 +70,10 @@ impl Debug {
         run: impl FnOnce() -> R,
     ) -> Option<R> {
         let _touching = self.begin_touch();
-        let there = !process::is_watching() && engine.lock().suspended.is_present(ptr, bytes);
+        let there = !process::is_watching() && {
+            let heap = engine.lock();
+            !heap.is_suspended && heap.suspended.is_present(ptr, bytes)
+        };
         there.then(run)
     }
 

@@ -49,7 +49,7 @@ use crate::nvtx::{self, Tool};
 #[repr(align(128))]
 struct OwnCacheLine<T>(T);
 
-/// The order of the fields places what a pair of calls reads on one line.
+/// The order of the fields places what a pair of calls reads on one cache line.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Engine {
@@ -61,8 +61,11 @@ pub(crate) struct Engine {
     pub pages: Arc<PageTable>,
     /// Number of blocks in large-block caches, live or free: while it is 0, no stream cache is searched.
     pub in_large_caches: Arc<AtomicU32>,
-    /// Number of the newest finding of a capture for which a context-wide wait was refused.
-    pub refused_finding: AtomicU64,
+    /// The driver of the context.
+    driver: Driver,
+    /// Decay of idle memory, if it is on.
+    pub decay: Option<Box<Decay>>,
+    pub context: Context,
     /// Whether every call queries if its stream is capturing, even where it needs no other driver call.
     ask_captures: bool,
     /// Whether the program promises never to capture a stream that the allocator knows.
@@ -75,7 +78,8 @@ pub(crate) struct Engine {
     pub deferred: AtomicBool,
     /// Whether the log already says that the allocator outlives its handles because of a capture.
     pub orphan_logged: AtomicBool,
-    pub context: Context,
+    /// Number of the newest finding of a capture for which a context-wide wait was refused.
+    pub refused_finding: AtomicU64,
     /// A weak reference to itself, for work that outlives the current call.
     me: Weak<Engine>,
     pub device: Device,
@@ -101,8 +105,6 @@ pub(crate) struct Engine {
     lost: OnceLock<DriverError>,
     /// Number of open scopes of graph pools.
     pub scopes: AtomicU64,
-    /// Decay of idle memory, if it is on.
-    pub decay: Option<Decay>,
     /// Debug modes, if any is on.
     pub debug: Option<Debug>,
 }
@@ -201,6 +203,7 @@ impl Engine {
             Engine {
                 id,
                 me: me.clone(),
+                driver: driver.clone(),
                 context: context.clone(),
                 device: device.clone(),
                 rules,
@@ -225,7 +228,7 @@ impl Engine {
                 lost: OnceLock::new(),
                 fast: AtomicU64::new(fast_id),
                 scopes: AtomicU64::new(0),
-                decay: Decay::of(config),
+                decay: Decay::of(config).map(Box::new),
                 debug,
                 deferred: AtomicBool::new(false),
                 orphan_logged: AtomicBool::new(false),
@@ -301,7 +304,7 @@ impl Engine {
 
     #[inline]
     pub(crate) fn driver(&self) -> &Driver {
-        self.context.driver()
+        &self.driver
     }
 
     /// Locks the heap. It is consistent whenever the lock is free, also after a panic elsewhere, because no foreign
@@ -342,7 +345,16 @@ impl Engine {
     }
 
     /// Checks whether the allocator is usable at all.
+    #[inline]
     pub(crate) fn usable(&self) -> Result<(), Error> {
+        match self.is_fast() {
+            true => Ok(()),
+            false => self.reason_of_no_use(),
+        }
+    }
+
+    #[inline(never)]
+    fn reason_of_no_use(&self) -> Result<(), Error> {
         if self.driver().is_forked_child() {
             return Err(Error::ForkedChild);
         }

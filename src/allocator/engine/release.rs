@@ -107,7 +107,7 @@ pub(crate) fn evict(engine: &Engine, bases: &[u64]) -> Result<(), Error> {
     for base in bases {
         let taken = {
             let heap = &mut *engine.lock();
-            match heap.suspended.closed {
+            match heap.is_suspended {
                 true => None,
                 false => (heap.views).take(&mut heap.extents.records, &heap.streams, *base),
             }

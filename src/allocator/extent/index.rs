@@ -250,16 +250,18 @@ impl Bin {
     }
 }
 
-/// The index; see the module documentation.
+/// The index; see the module documentation. The order of the fields places what an operation on pieces of up to 32 MiB
+/// accesses on one cache line, beside the pointer to the bins.
 #[derive(Debug, Default)]
+#[repr(C, align(64))]
 pub(crate) struct FreeIndex {
     summary: u32,
+    len: u32,
+    granules: u64,
     groups: [u32; GROUPS],
     /// The bins of a group are allocated at its first insertion, because most streams never have entries in most
     /// groups.
     bins: [Option<Box<[Bin; BINS_PER_GROUP]>>; GROUPS],
-    len: usize,
-    granules: u64,
 }
 
 /// Iterates over the positions of set bits, ascending.
@@ -291,7 +293,7 @@ fn empty_bins() -> Box<[Bin; BINS_PER_GROUP]> {
 
 impl FreeIndex {
     pub(crate) fn len(&self) -> usize {
-        self.len
+        self.len as usize
     }
 
     pub(crate) fn is_empty(&self) -> bool {

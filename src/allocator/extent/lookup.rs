@@ -140,8 +140,6 @@ impl Many {
 #[derive(Debug)]
 struct Directory {
     leaves: Box<[Leaf; DIR_SLOTS]>,
-    /// Number of leaves with at least one start.
-    count: u32,
     /// One bit for each leaf with a start.
     occupied: [u64; DIR_SLOTS / 64],
 }
@@ -152,7 +150,6 @@ impl Directory {
     fn new() -> Box<Self> {
         Box::new(Directory {
             leaves: boxed_array(Leaf::default),
-            count: 0,
             occupied: [0; DIR_SLOTS / 64],
         })
     }
@@ -218,8 +215,6 @@ impl Lookup {
         if !entry.insert(slot, id) {
             return;
         }
-        // Branchless, because a branch would be taken rarely but unpredictably.
-        directory.count += u32::from(entry.count == 1);
         directory.occupied[leaf / 64] |= 1 << (leaf % 64);
         self.len += 1;
     }
@@ -236,7 +231,6 @@ impl Lookup {
         }
         self.len -= 1;
         let emptied = entry.count == 0;
-        directory.count -= u32::from(emptied);
         directory.occupied[leaf / 64] &= !(u64::from(emptied) << (leaf % 64));
     }
 
@@ -283,7 +277,7 @@ impl Lookup {
             if entry.count == 0 {
                 entry.many = None;
             }
-            if directory.count == 0 {
+            if directory.occupied == [0; DIR_SLOTS / 64] {
                 self.directories.remove(at);
             }
         }

@@ -35,7 +35,7 @@ pub(crate) mod space;
 pub(crate) mod uses;
 pub(crate) mod want;
 
-use crate::allocator::extent::index::{Entry, FreeIndex};
+use crate::allocator::extent::index::Entry;
 use crate::allocator::extent::lookup::Lookup;
 use crate::allocator::extent::record::{COMPLETE, Hot, NIL, Records, SpaceId, State as Extent};
 use crate::allocator::extent::space::Space;
@@ -44,6 +44,7 @@ use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// All extents of an allocator.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Extents {
     pub records: Records,
     /// Live large blocks by address.
@@ -142,10 +143,10 @@ impl Extents {
     }
 
     /// While only one stream exists, complete memory is equivalent to its own, and merges with it.
-    #[inline]
+    #[inline(never)]
     pub(crate) fn adopt_complete(&mut self, space: SpaceId, stream: u32) {
         let (space, records) = self.parts(space);
-        if !space.merge_own || space.index(COMPLETE).is_none_or(FreeIndex::is_empty) {
+        if !space.merge_own {
             return;
         }
         while let Some(entry) = space.index(COMPLETE).and_then(|i| i.largest()) {

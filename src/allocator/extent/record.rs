@@ -50,6 +50,7 @@ pub(crate) enum SpaceId {
 
 /// The part of a record that every operation reads.
 #[derive(Debug, Clone, Copy, Default)]
+#[repr(align(32))]
 pub(crate) struct Hot {
     /// First byte.
     pub addr: u64,
@@ -209,6 +210,7 @@ const FIRST: usize = 1 << 12;
 /// All records of an allocator. The arrays move when they grow; records are only accessed by id, so one index leads to
 /// each, without a table of chunks.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(crate) struct Records {
     hot: Vec<Hot>,
     /// Has the same length as `hot`.

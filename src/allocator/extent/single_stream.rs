@@ -9,6 +9,13 @@ use crate::allocator::extent::uses::{Use, Uses};
 use crate::allocator::size::GRANULE;
 
 impl Space {
+    /// Whether all free pieces are pending on one stream alone.
+    #[inline]
+    pub(crate) fn has_only(&self, stream: u32) -> bool {
+        let own = self.pending.get(stream as usize);
+        own.map_or(0, FreeIndex::len) == self.count
+    }
+
     /// Takes `granules` from the front of the best fit among the pieces of one stream, the lowest address on ties.
     /// Returns `None` and changes nothing if no piece fits, or pieces of another class exist.
     pub(crate) fn carve_own(
@@ -17,10 +24,10 @@ impl Space {
         stream: u32,
         granules: u32,
     ) -> Option<Entry> {
-        let own = self.pending.get_mut(stream as usize)?;
-        if own.len() != self.count {
+        if !self.has_only(stream) {
             return None;
         }
+        let own = self.pending.get_mut(stream as usize)?;
         let entry = own.take_best_fit(granules)?;
         let rest = entry.granules - granules;
         if rest == 0 {

@@ -32,16 +32,17 @@ pub(crate) struct Shard {
 
 /// A space of extents; see the module documentation.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Space {
     pub(crate) id: SpaceId,
     /// Whether pieces pending on the same stream merge, with the newer ticket. Correct where memory never changes
     /// streams before it is complete, or while only one stream exists.
     pub(crate) merge_own: bool,
-    complete: FreeIndex,
-    mixed: FreeIndex,
-    pub(super) pending: Vec<FreeIndex>,
     /// Number of free pieces of all classes.
     pub(super) count: usize,
+    pub(super) pending: Vec<FreeIndex>,
+    complete: FreeIndex,
+    mixed: FreeIndex,
     /// Base address to (bytes, first extent). The first extent's id is stable: splits and merges
     /// keep the id on the left.
     regions: BTreeMap<u64, Region>,
@@ -68,10 +69,10 @@ impl Space {
         Space {
             id,
             merge_own,
+            count: 0,
+            pending: Vec::new(),
             complete: FreeIndex::default(),
             mixed: FreeIndex::default(),
-            pending: Vec::new(),
-            count: 0,
             regions: BTreeMap::new(),
             holes: BTreeMap::new(),
         }

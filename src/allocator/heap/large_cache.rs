@@ -73,6 +73,7 @@ impl Heap {
     }
 
     /// Removes a block from its large-block cache, if it is in one, and frees it if it is not live.
+    #[inline(never)]
     pub(crate) fn uncache(&mut self, id: u32) {
         let Some(cache) = self.caches.large_cache_of(&self.extents.records, id) else {
             return;
@@ -115,9 +116,10 @@ impl Heap {
 
     /// Removes the provisional block, which may stay in its large-block cache only until the next operation on the
     /// heap.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn uncache_provisional(&mut self) {
-        if let Some(id) = self.caches.provisional.take() {
+        if let Some(id) = self.caches.provisional {
+            self.caches.provisional = None;
             self.uncache(id);
         }
     }

@@ -28,46 +28,52 @@ use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::Streams;
-use crate::allocator::stream::slot::{AfterFree, Holder};
+use crate::allocator::stream::slot::AfterFree;
 use crate::allocator::suspend::Suspensions;
 use crate::allocator::view::Views;
 use crate::error::Error;
 
 /// All state that the one lock guards.
+///
+/// The order of the fields, here and in the structures that say so, places what a large request and its free access on
+/// few cache lines.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Heap {
-    /// Ordinal of the device.
-    pub device: usize,
-    pub rules: Rules,
-    pub extents: Extents,
-    pub physical: Physical,
-    pub views: Views,
-    pub streams: Streams,
-    pub caches: StreamCaches,
-    /// Memory for captures. It counts only towards the limit, so that nothing else depends on it.
-    pub graphs: Graphs,
-    /// Guarded blocks.
-    pub guards: Guards,
-    /// Suspended memory, whose addresses stay reserved.
-    pub suspended: Suspensions,
-    pub stats: Stats,
-    /// Peak of the bytes of large freed blocks that other streams could still access.
-    pub mixed_peak: u64,
-    /// Peak of live requested bytes since the last trim.
-    pub peak_live: u64,
-    /// Peak of the bytes that were live, or free and pending for the requesting stream, when a request found no ready
-    /// memory.
-    pub peak_active: u64,
-    /// Recent peak of the bytes of large blocks. It is updated at frees, because a peak is always followed by one.
-    pub recent_peak: u64,
-    /// Blocks that could not be freed when they were dropped; the next call that may frees them.
-    pub deferred: Vec<Deferred>,
-    /// Number of frees so far: the clock that dates idle memory.
-    pub frees: u64,
     pub closed: bool,
     /// Whether no allocator handle is left: then the drop of the last block closes the heap.
     pub orphaned: bool,
+    /// Whether memory outside graph pools is suspended: it serves no request, and none of it is released.
+    pub is_suspended: bool,
+    pub rules: Rules,
+    /// Number of frees so far: the clock that dates idle memory.
+    pub frees: u64,
+    /// Peak of live requested bytes since the last trim.
+    pub peak_live: u64,
+    /// Recent peak of the bytes of large blocks. It is updated at frees, because a peak is always followed by one.
+    pub recent_peak: u64,
+    pub physical: Physical,
+    pub streams: Streams,
+    pub caches: StreamCaches,
+    pub extents: Extents,
+    pub stats: Stats,
+    /// Guarded blocks.
+    pub guards: Guards,
     pub recorder: Recorder,
+    /// Ordinal of the device.
+    pub device: usize,
+    pub views: Views,
+    /// Memory for captures. It counts only towards the limit, so that nothing else depends on it.
+    pub graphs: Graphs,
+    /// Suspended memory, whose addresses stay reserved.
+    pub suspended: Suspensions,
+    /// Peak of the bytes of large freed blocks that other streams could still access.
+    pub mixed_peak: u64,
+    /// Peak of the bytes that were live, or free and pending for the requesting stream, when a request found no ready
+    /// memory.
+    pub peak_active: u64,
+    /// Blocks that could not be freed when they were dropped; the next call that may frees them.
+    pub deferred: Vec<Deferred>,
 }
 
 impl Heap {
@@ -100,6 +106,7 @@ impl Heap {
             frees: 0,
             closed: false,
             orphaned: false,
+            is_suspended: false,
             recorder,
         }
     }
@@ -159,7 +166,7 @@ impl Heap {
         if self.closed {
             return Err(Error::Closed);
         }
-        match self.suspended.closed {
+        match self.is_suspended {
             true => Err(Error::Suspended),
             false => Ok(()),
         }
@@ -168,13 +175,14 @@ impl Heap {
     // ---- blocks ----------------------------------------------------------------------------
 
     /// Counts a request in the peak that the soft cap follows. Returns the peak before and after.
+    #[inline]
     pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
         let before = self.peak_live;
         if self.requested_now() + requested > before {
             // Free blocks in large-block caches count as used, but are not part of the peak.
             self.empty_large_caches();
+            self.peak_live = before.max(self.requested_now() + requested);
         }
-        self.peak_live = before.max(self.requested_now() + requested);
         (before, self.peak_live)
     }
 
@@ -257,42 +265,38 @@ impl Heap {
         cold.requested = requested;
         cold.owner = stream;
         self.streams[stream].live += 1;
-        let within = self.prepare_peaks(bytes, requested);
-        if within && !small {
-            self.stats.count_block_below_peaks(bytes, requested);
-        } else {
-            self.stats.born(small, bytes, requested);
-        }
-        self.update_peaks(within);
         self.extents.lookup.insert(addr, id);
+        self.prepare_peaks(bytes, requested);
+        self.stats.born(small, bytes, requested);
+        self.update_peaks();
     }
 
     /// Called before a large block is counted: if the block may raise a peak, free blocks leave the large-block caches
-    /// so that they are not counted along. Returns whether it certainly raises none.
+    /// so that they are not counted along.
     #[inline]
-    pub(crate) fn prepare_peaks(&mut self, bytes: u64, requested: u64) -> bool {
-        let all = &self.stats.all.allocated;
-        let more = [bytes, requested, 1];
-        let within = all.current + self.caches.limit + bytes <= all.peak && {
-            let mut large = self.stats.large.counted().into_iter().zip(more);
-            large.all(|(counter, more)| counter.current + more <= counter.peak)
-        };
-        if !within {
+    pub(crate) fn prepare_peaks(&mut self, bytes: u64, requested: u64) {
+        if self.caches.may_have_large() && !self.is_below_peaks(bytes, requested) {
             self.empty_large_caches();
         }
-        within
+    }
+
+    /// Whether a large block certainly raises no peak.
+    #[inline(never)]
+    fn is_below_peaks(&mut self, bytes: u64, requested: u64) -> bool {
+        let all = &self.stats.all.allocated;
+        let large = self.stats.large.counted().into_iter();
+        let mut raised = large.zip([bytes, requested, 1]);
+        all.current + self.caches.limit + bytes <= all.peak
+            && raised.all(|(counter, more)| counter.current + more <= counter.peak)
     }
 
     /// Called after a large block was counted: raises the overall peaks if it is a new peak.
     #[inline]
-    pub(crate) fn update_peaks(&mut self, within: bool) {
+    pub(crate) fn update_peaks(&mut self) {
         let all = &self.stats.all;
         let now = [all.requested.current, all.allocations.current];
         for (high, now) in self.caches.high.iter_mut().zip(now) {
             *high = now.max(*high);
-        }
-        if within || self.caches.all.is_empty() {
-            return;
         }
         if all.allocated.current + self.caches.limit > all.allocated.peak {
             self.raise_peaks(self.caches.lock_caches());
@@ -419,7 +423,7 @@ impl Heap {
         }
         let requested = cold.requested;
         let slot = &self.streams[stream];
-        if matches!(slot.holder, Holder::Retired) || slot.inactive {
+        if !slot.named || slot.inactive {
             return false;
         }
         let ticket = slot.open;

@@ -25,7 +25,9 @@ impl Heap {
         if let Some(stream) = self.streams.find(key) {
             return stream;
         }
+        let other_device = context.device().ordinal() != self.device;
         let stream = self.streams.add(key, raw, context, holder);
+        self.streams[stream].other_device = other_device;
         self.recorder.record_stream(stream, raw);
         self.streams_changed();
         stream
@@ -58,13 +60,13 @@ impl Heap {
 
     /// Returns the cache of a stream that the calling thread should use, and creates the first one.
     pub(crate) fn cache_of(&mut self, stream: u32) -> &'static StreamCache {
-        let known = self.caches.of(stream);
-        match known.len() {
-            0 => {
+        match self.caches.of(stream) {
+            [only] => only,
+            [] => {
                 let open = self.ensure_serving().is_ok();
                 self.caches.add_cache(&self.streams, stream, open)
             }
-            count => known[ThreadId::current().number() as usize % count],
+            known => known[ThreadId::current().number() as usize % known.len()],
         }
     }
 

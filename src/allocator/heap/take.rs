@@ -11,7 +11,6 @@ use crate::allocator::heap::request::Checked;
 use crate::allocator::size::GRANULE;
 use crate::allocator::stream::finder::{Finder, Run};
 use crate::allocator::stream::slot::StreamKey;
-use crate::driver::Device;
 
 /// Requests below this many bytes preserve whole handles near the limit where possible. Larger requests would instead
 /// break up long runs that large requests can use in one piece. Chosen by simulation over recorded programs.
@@ -203,62 +202,70 @@ impl Heap {
         })
     }
 
-    /// Takes ready memory for a large request, whose stream is given by its key and, if the caller has one, an object
-    /// that can keep it alive. Returns `None` if any other step has to come first; then nothing has changed that
-    /// reclaim would not change.
+    /// Takes ready memory for a large request, whose stream is given by its key and, with `has_object`, by an object that
+    /// can keep it alive. Returns `None` if any other step has to come first; then nothing has changed that reclaim would
+    /// not change.
+    #[inline]
     pub(crate) fn take_ready(
         &mut self,
-        device: &Device,
-        (key, has_object): (StreamKey, bool),
+        key: StreamKey,
+        has_object: bool,
         request: &Checked,
     ) -> Option<Grant> {
         let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
-        if !plain || self.caches.contention > 0 {
+        if !plain || self.closed || self.is_suspended || self.caches.contention > 0 {
             return None;
         }
         let stream = self.streams.find_again(key)?;
         let slot = &self.streams[stream];
-        let renamed = slot.holder.is_callers() && has_object;
-        if slot.inactive || renamed || slot.context.device().ordinal() != device.ordinal() {
-            return None;
-        }
-        let several = self.streams.several();
-        let near = several && self.is_near_limit();
-        self.uncache_provisional();
-        let needs_no_query = match several {
-            true => !self.streams.unretired && self.streams.needs_no_query(stream, near),
-            false => self.extents.large.merge_own,
-        };
-        if !needs_no_query || !self.caches.due.is_empty() {
+        let renamed = has_object && slot.holder.is_callers();
+        if slot.inactive || renamed || slot.other_device {
             return None;
         }
         let want = request.want(SpaceId::Large, stream);
-        let id = match several {
-            true => {
-                let run = self.best_run(&want)?;
-                let id = self.take(&want, run)?;
-                self.stats.reclaim.ready += 1;
-                id
-            }
-            false => {
-                self.extents.adopt_complete(SpaceId::Large, stream);
-                let (large, records) = self.extents.parts(SpaceId::Large);
-                let id = large.carve_own(records, stream, want.granules)?.id;
-                self.stats.reclaim.ready += 1;
-                id
-            }
+        let id = match self.streams.several() {
+            true => self.take_beside_others(&want)?,
+            false => self.take_alone(&want)?,
         };
-        if several {
-            self.streams.note_call(stream);
-            self.streams.count_request();
-        }
+        self.stats.reclaim.ready += 1;
+        self.stats.hits += 1;
         self.announce(want.requested);
         self.physical.count_request(&want);
-        self.stats.hits += 1;
         let cache = self.cache_of(stream);
         if let StreamKey::Id(key) = key {
             thread::remember(key, cache);
         }
         Some(self.hand_out(id, &want, cache, true))
+    }
+
+    /// Takes ready memory for the only stream.
+    #[inline(always)]
+    fn take_alone(&mut self, want: &Want) -> Option<u32> {
+        self.uncache_provisional();
+        if !self.extents.large.merge_own || !self.caches.due.is_empty() {
+            return None;
+        }
+        if !self.extents.large.has_only(want.stream) {
+            self.extents.adopt_complete(SpaceId::Large, want.stream);
+        }
+        let (large, records) = self.extents.parts(SpaceId::Large);
+        let entry = large.carve_own(records, want.stream, want.granules)?;
+        Some(entry.id)
+    }
+
+    /// Takes ready memory for one of several streams, if no stream needs a query or a marker.
+    #[inline(never)]
+    fn take_beside_others(&mut self, want: &Want) -> Option<u32> {
+        let near = self.is_near_limit();
+        self.uncache_provisional();
+        let quiet = !self.streams.unretired && self.streams.needs_no_query(want.stream, near);
+        if !quiet || !self.caches.due.is_empty() {
+            return None;
+        }
+        let run = self.best_run(want)?;
+        let id = self.take(want, run)?;
+        self.streams.note_call(want.stream);
+        self.streams.count_request();
+        Some(id)
     }
 }

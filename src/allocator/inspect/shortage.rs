@@ -97,7 +97,7 @@ fn runs(
 /// Returns the bytes of handles and segments that lie wholly in such runs. Views without blocks are ignored,
 /// because they can be removed.
 fn whole_bytes(heap: &Heap, guarded: bool, over: impl Fn(u32) -> bool) -> u64 {
-    if heap.suspended.closed {
+    if heap.is_suspended {
         return 0;
     }
     let in_use = heap.views.map.values();

@@ -89,7 +89,14 @@ pub(crate) struct Bounds {
 
 /// The physical memory of an allocator.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Physical {
+    /// Number of large requests so far.
+    requests: u64,
+    /// Bytes that growth in progress will add.
+    pub planned: u64,
+    /// Maximum number of bytes held from the driver.
+    pub limit: Option<u64>,
     /// Memory held from the driver, by its home address.
     pub holdings: BTreeMap<u64, Holding>,
     /// The handles of the large arena by number.
@@ -98,10 +105,6 @@ pub(crate) struct Physical {
     pub quarantined: Vec<u32>,
     /// Reserved address ranges: base to bytes.
     pub spans: BTreeMap<u64, u64>,
-    /// Bytes that growth in progress will add.
-    pub planned: u64,
-    /// Maximum number of bytes held from the driver.
-    pub limit: Option<u64>,
     /// Bytes of the device.
     pub device: u64,
     /// Bytes of the device that growth leaves free.
@@ -115,8 +118,6 @@ pub(crate) struct Physical {
     pub regime: Regime,
     /// The configuration of regime, waits and handles.
     pub tuning: Tuning,
-    /// Number of large requests so far.
-    requests: u64,
     /// Number of large requests when memory was last found to be scarce.
     scarce_at: u64,
 }

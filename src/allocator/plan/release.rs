@@ -53,7 +53,7 @@ pub(crate) fn releasable(
     arenas: &[SpaceId],
     pending: bool,
 ) -> Vec<(SpaceId, u64, u64)> {
-    let arenas = arenas.iter().filter(|_| !heap.suspended.closed);
+    let arenas = arenas.iter().filter(|_| !heap.is_suspended);
     let found = arenas.flat_map(|space| {
         let unused = unused(heap, *space, pending).into_iter();
         unused.map(|(addr, bytes)| (*space, addr, bytes))

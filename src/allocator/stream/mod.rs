@@ -45,39 +45,40 @@ const FEW_MARKERS: usize = 8;
 /// With more streams, idle streams of the caller are forgotten, and work for each stream is divided among calls.
 pub(crate) const MANY_STREAMS: usize = 64;
 
-/// All streams of an allocator.
+/// All streams of an allocator. A large request accesses the fields before `full`, on one cache line.
 #[derive(Debug, Default)]
+#[repr(C, align(64))]
 pub(crate) struct Streams {
     pub(crate) slots: Vec<Slot>,
-    pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
-    vacant: Vec<u32>,
     in_use: usize,
     /// Number of slots in use that are inactive.
     inactive: usize,
-    /// Whether an inactive stream has become active, and the spaces have not been updated yet.
-    pub(crate) reactivated: bool,
     /// Number of large requests made while there were several streams.
     requests: u64,
     /// Value of `requests` at which idle streams are searched next.
     next_search: u64,
-    orders: u64,
-    /// Streams whose completed ticket has advanced since this was last taken.
-    pub(crate) advanced: Vec<u32>,
     latest: u32,
-    /// The slot at which [`next_slots`](Self::next_slots) continues.
-    next_slot: u32,
-    /// Number of new streams since the last search for streams that only the heap references.
-    newcomers: usize,
+    /// Whether an inactive stream has become active, and the spaces have not been updated yet.
+    pub(crate) reactivated: bool,
+    /// Whether raw streams may be destroyed without being retired.
+    pub unretired: bool,
+    /// Whether batches never wait for a request, because streams may be captured from the start.
+    pub eager_markers: bool,
     /// Streams with a full batch whose marker is recorded only when another stream needs it.
     pub(crate) full: Vec<u32>,
     /// Freed bytes that the active streams together may leave without a marker, beyond the least size of a full batch.
     pub(crate) unmarked_bytes: u64,
-    /// Whether batches never wait for a request, because streams may be captured from the start.
-    pub eager_markers: bool,
-    /// Whether raw streams may be destroyed without being retired.
-    pub unretired: bool,
     /// Number of markers not yet observed complete.
     pub(crate) incomplete: usize,
+    /// Streams whose completed ticket has advanced since this was last taken.
+    pub(crate) advanced: Vec<u32>,
+    pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
+    vacant: Vec<u32>,
+    orders: u64,
+    /// The slot at which [`next_slots`](Self::next_slots) continues.
+    next_slot: u32,
+    /// Number of new streams since the last search for streams that only the heap references.
+    newcomers: usize,
     /// Contexts of streams whose slots were reused. Dropping the last reference to one calls the driver, so it must not
     /// happen under the heap's lock.
     pub former: Vec<Context>,
@@ -97,14 +98,20 @@ impl Streams {
     /// [`find`](Self::find), usually without a search.
     #[inline]
     pub(crate) fn find_again(&mut self, key: StreamKey) -> Option<u32> {
-        let slot = self.slots.get(self.latest as usize);
-        if !slot.is_some_and(|slot| slot.is_called(key)) {
-            self.latest = self.find(key)?;
+        match self.slots.get(self.latest as usize) {
+            Some(slot) if slot.is_called(key) => Some(self.latest),
+            _ => self.find_other(key),
         }
+    }
+
+    #[inline(never)]
+    fn find_other(&mut self, key: StreamKey) -> Option<u32> {
+        self.latest = self.find(key)?;
         Some(self.latest)
     }
 
     /// Whether more than one stream may hold or request memory.
+    #[inline]
     pub(crate) fn several(&self) -> bool {
         self.active() > 1
     }
@@ -150,6 +157,7 @@ impl Streams {
             unretired: self.unretired,
             in_use: true,
             named: true,
+            other_device: false,
             leaving: 0,
             distrusted,
             live: 0,
@@ -606,12 +614,14 @@ impl Streams {
 
 impl std::ops::Index<u32> for Streams {
     type Output = Slot;
+    #[inline]
     fn index(&self, stream: u32) -> &Slot {
         &self.slots[stream as usize]
     }
 }
 
 impl std::ops::IndexMut<u32> for Streams {
+    #[inline]
     fn index_mut(&mut self, stream: u32) -> &mut Slot {
         &mut self.slots[stream as usize]
     }

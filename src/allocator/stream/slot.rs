@@ -107,42 +107,51 @@ impl Holder {
     }
 }
 
-/// One stream.
+/// One stream. A large request and its free access the fields before `calls`, on one cache line.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Slot {
     pub key: StreamKey,
-    pub raw: usize,
-    pub context: Context,
-    pub holder: Holder,
-    /// Token of a stream that was the caller's before the allocator kept it: earlier users may still use the handle.
-    pub former: Option<Holder>,
-    /// Whether the caller may destroy the stream without retiring it.
-    pub unretired: bool,
+    /// Number of live blocks that were allocated or recorded on the stream, except for those that stream caches count.
+    pub live: u64,
+    /// Ticket of the next free.
+    pub open: u64,
+    /// Tickets up to this one are complete as observed by the host.
+    pub completed: u64,
+    /// Bytes freed under the open ticket.
+    pub open_bytes: u64,
+    /// Number of large requests, of all streams, at the last call for the stream.
+    pub(crate) last_call: u64,
+    /// Number of uses under the open ticket, usually frees.
+    pub open_uses: u32,
     pub in_use: bool,
     /// Whether calls that name the stream find it here. It ends when its last marker is about to be recorded: later
     /// work counts as that of another stream.
     pub named: bool,
+    /// Whether the stream is inactive: the heap has no pending memory of it, and calls do not name it. The others behave as
+    /// if it did not exist. Its stream caches stay in use.
+    pub(crate) inactive: bool,
+    /// Whether the stream was registered on another device than the allocator's.
+    pub(crate) other_device: bool,
+    /// Number of calls in progress that name the stream.
+    pub calls: u32,
+    pub holder: Holder,
+    /// Number of allocations before markers are queried again.
+    pub backoff: u32,
+    pub markers: VecDeque<Marker>,
+    /// For each other stream, the newest ticket that this stream is known to be ordered behind.
+    pub row: Arc<[u64]>,
+    pub raw: usize,
+    pub context: Context,
+    /// Token of a stream that was the caller's before the allocator kept it: earlier users may still use the handle.
+    pub former: Option<Holder>,
+    /// Whether the caller may destroy the stream without retiring it.
+    pub unretired: bool,
     /// Number of retirements in progress.
     pub leaving: u32,
     /// Why the stream's context is distrusted, if it is: a driver call on one of its objects returned this
     /// `CUDA_ERROR_INVALID_HANDLE`. The allocator's own context is never distrusted.
     pub distrusted: Option<DriverError>,
-    /// Number of live blocks that were allocated or recorded on the stream, except for those that stream caches count.
-    pub live: u64,
-    /// Number of calls in progress that name the stream.
-    pub calls: u32,
-    /// Ticket of the next free.
-    pub open: u64,
-    /// Tickets up to this one are complete as observed by the host.
-    pub completed: u64,
-    /// For each other stream, the newest ticket that this stream is known to be ordered behind.
-    pub row: Arc<[u64]>,
-    pub markers: VecDeque<Marker>,
-    /// Uses (usually frees) and bytes under the open ticket.
-    pub open_uses: u32,
-    pub open_bytes: u64,
-    /// Number of allocations before markers are queried again.
-    pub backoff: u32,
     /// Number of markers found complete by the last query.
     pub stride: u32,
     /// Number of batches that still get their marker as soon as they are full. Afterwards the batches of a stream that
@@ -150,12 +159,9 @@ pub(crate) struct Slot {
     pub(crate) eager_batches: u32,
     /// Whether the stream is listed in `full`.
     pub(crate) listed: bool,
-    /// Whether the stream is inactive: the heap has no pending memory of it, and calls do not name it. The others behave as
-    /// if it did not exist. Its stream caches stay in use.
-    pub(crate) inactive: bool,
-    /// Number of large requests, of all streams, at the last call for the stream.
-    pub(crate) last_call: u64,
 }
+
+const _: () = assert!(std::mem::offset_of!(Slot, calls) == 64);
 
 impl Slot {
     /// Whether no marker may be recorded on a stream that is still in use: its context is distrusted, and no retirement

@@ -109,8 +109,6 @@ pub(crate) fn join(ranges: &mut Vec<(u64, u64)>, ends: impl Fn(u64) -> bool) {
 #[derive(Debug, Default)]
 pub(crate) struct Suspensions {
     pub map: BTreeMap<Target, Suspension>,
-    /// Whether memory outside graph pools serves no request, and none of it is released.
-    pub closed: bool,
     /// Whether driver calls for suspensions are in progress.
     pub working: bool,
     /// Homes and bytes of the handles that these calls work on.
@@ -166,9 +164,10 @@ impl Suspensions {
         self.overlaps(address, 1)
     }
 
-    /// Whether all of a block outside graph pools is present, and none of it is about to be suspended.
+    /// Whether all of a block outside graph pools is present, and none of it is about to be suspended, unless all
+    /// memory outside graph pools is.
     pub(crate) fn is_present(&self, address: u64, bytes: u64) -> bool {
-        !self.closed && !self.working && !self.overlaps(address, bytes)
+        !self.working && !self.overlaps(address, bytes)
     }
 
     fn overlaps(&self, address: u64, bytes: u64) -> bool {

@@ -44,7 +44,7 @@ fn close_arenas(heap: &mut Heap) -> Result<(), Error> {
     if calls > 0 {
         return Err(busy_error(calls, 0));
     }
-    heap.suspended.closed = true;
+    heap.is_suspended = true;
     heap.open_caches();
     heap.empty_large_caches();
     Ok(())
@@ -70,7 +70,7 @@ fn close_pool(graphs: &mut Graphs, id: u64) -> Result<(), Error> {
 pub(crate) fn open(heap: &mut Heap, target: Target) {
     match target {
         Target::Arenas => {
-            heap.suspended.closed = false;
+            heap.is_suspended = false;
             heap.open_caches();
         }
         Target::Pool(id) => {
