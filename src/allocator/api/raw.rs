@@ -151,7 +151,10 @@ impl Allocator {
             false => None,
         };
         let named = match known {
-            Some(key) => Named::by_handle(key, stream),
+            Some(key) => Named {
+                cache,
+                ..Named::by_handle(key, stream)
+            },
             // SAFETY: the caller's contract.
             None => unsafe { self.engine.named_raw(stream) }?,
         };

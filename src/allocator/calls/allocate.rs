@@ -13,7 +13,7 @@ use crate::allocator::plan::growth;
 use std::sync::atomic::Ordering;
 
 use crate::allocator::cache::grant::{Grant, Missed, Place};
-use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache, thread};
+use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache};
 use crate::allocator::calls::cached;
 use crate::allocator::engine::idle;
 use crate::allocator::engine::naming::Named;
@@ -175,7 +175,8 @@ impl Engine {
     fn allocate_locked(&self, named: &Named<'_>, request: &Checked) -> Result<Grant, Error> {
         let mut heap = self.lock();
         if !heap.contended
-            && let Some(grant) = heap.take_ready(named.key, named.stream.is_some(), request)
+            && let Some(grant) =
+                heap.take_ready(named.key, named.stream.is_some(), named.cache, request)
         {
             drop(heap);
             idle::release_if_due(self);
@@ -322,10 +323,7 @@ fn begin<'a>(
     let (mut heap, stream) = engine.slot(heap, named)?;
     heap.streams.check_device(&engine.device, stream)?;
     heap.ensure_serving()?;
-    let cache = heap.cache_of(stream);
-    if let StreamKey::Id(key) = named.key {
-        thread::remember(key, cache);
-    }
+    let cache = heap.find_cache(named.key, stream);
     heap.streams[stream].calls += 1;
     let call = Call {
         engine,

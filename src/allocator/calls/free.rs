@@ -19,7 +19,7 @@ use crate::allocator::cache::stream_cache::{Freed, Life, Node, SMALL_ID, StreamC
 use crate::allocator::debug;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::engine::{Engine, Shared};
-use crate::allocator::heap::Heap;
+use crate::allocator::heap::{Heap, PlainFree};
 use crate::allocator::stream::slot::{AfterFree, Suspect, is_special};
 use crate::error::Error;
 use crate::sync::capture::invalidated_by_wait;
@@ -161,10 +161,7 @@ impl Engine {
         }
         heap.recorder
             .record_free(&heap.streams, &heap.extents.records, id);
-        let after = match heap.free_alone(id, generation) {
-            true => AfterFree::default(),
-            false => heap.free(id),
-        };
+        let after = heap.free(id);
         let rest = self.rest_of_free(&heap, after);
         let engine = self.keep_for_decay();
         drop(heap);
@@ -194,16 +191,22 @@ impl Engine {
             heap.recorder
                 .record_free(&heap.streams, &heap.extents.records, id);
         }
-        if heap.free_alone(id, generation) {
+        let plain = heap.free_plain(id, generation);
+        if plain == PlainFree::Done {
             let engine = self.keep_for_decay();
             drop(heap);
             release_if_due(engine);
             return true;
         }
-        if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
+        let refused = plain == PlainFree::Refused;
+        if refused && (!heap.is_live((id, generation)) || heap.extents.records[id].cached) {
             return false;
         }
-        let after = heap.free(id);
+        let mut after = AfterFree::default();
+        match plain {
+            PlainFree::Full(stream) => after.mark(stream, heap.streams[stream].key),
+            _ => after = heap.free(id),
+        }
         let rest = self.rest_of_free(&heap, after);
         let engine = self.keep_for_decay();
         drop(heap);
@@ -389,6 +392,7 @@ impl Engine {
             key: suspect.key,
             raw: std::ptr::with_exposed_provenance_mut(suspect.raw),
             stream: None,
+            cache: None,
         };
         let refused = match is_special(named.raw) {
             true => self.refuse_special_capture(&named, &suspect.context),

@@ -3,7 +3,7 @@
 use crate::allocator::engine::leaving;
 use crate::driver::{Context, DriverError, Stream, StreamKind, sys};
 
-use crate::allocator::cache::stream_cache::thread;
+use crate::allocator::cache::stream_cache::{StreamCache, thread};
 use crate::allocator::engine::Engine;
 use crate::allocator::graph::user::User;
 use crate::allocator::stream::slot::{Holder, Slot, StreamKey};
@@ -28,6 +28,7 @@ impl Engine {
             key: StreamKey::Id(stream.own_id()),
             raw: stream.raw(),
             stream: Some(stream),
+            cache: None,
         })
     }
 
@@ -71,6 +72,7 @@ impl Engine {
             key,
             raw,
             stream: None,
+            cache: None,
         })
     }
 
@@ -289,6 +291,8 @@ pub(crate) struct Named<'a> {
     pub raw: sys::CUstream,
     /// The caller's stream object, if it has one.
     pub stream: Option<&'a Stream>,
+    /// The thread's stream cache for the stream, if the handle found it.
+    pub cache: Option<&'static StreamCache>,
 }
 
 impl<'a> Named<'a> {
@@ -298,6 +302,7 @@ impl<'a> Named<'a> {
             key: StreamKey::Id(key),
             raw,
             stream: None,
+            cache: None,
         }
     }
 

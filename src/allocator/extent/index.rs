@@ -345,12 +345,15 @@ impl FreeIndex {
     /// Removes the entry that [`best_fit`](Self::best_fit) returns.
     #[inline]
     pub(crate) fn take_best_fit(&mut self, granules: u32) -> Option<Entry> {
-        let (group, sub) = bin_of(granules);
-        let from = Key::from(granules) << 96;
-        self.take_from(group, sub, from).or_else(|| {
-            let (group, sub) = self.filled_above(group, sub)?;
-            self.take_from(group, sub, 0)
-        })
+        let (mut group, mut sub) = bin_of(granules);
+        let mut from = Key::from(granules) << 96;
+        loop {
+            if let Some(entry) = self.take_from(group, sub, from) {
+                return Some(entry);
+            }
+            (group, sub) = self.filled_above(group, sub)?;
+            from = 0;
+        }
     }
 
     #[inline(always)]

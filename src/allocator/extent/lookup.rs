@@ -138,7 +138,9 @@ impl Many {
 }
 
 #[derive(Debug)]
+#[repr(C)]
 struct Directory {
+    number: u64,
     leaves: Box<[Leaf; DIR_SLOTS]>,
     /// One bit for each leaf with a start.
     occupied: [u64; DIR_SLOTS / 64],
@@ -147,11 +149,12 @@ struct Directory {
 impl Directory {
     #[cold]
     #[inline(never)]
-    fn new() -> Box<Self> {
-        Box::new(Directory {
+    fn new(number: u64) -> Self {
+        Directory {
+            number,
             leaves: boxed_array(Leaf::default),
             occupied: [0; DIR_SLOTS / 64],
-        })
+        }
     }
 }
 
@@ -172,7 +175,7 @@ fn last_bit(words: &[u64], at: usize) -> Option<usize> {
 #[derive(Debug, Default)]
 pub(crate) struct Lookup {
     /// Sorted by number. There are few directories, because the address space of an allocator is mostly contiguous.
-    directories: Vec<(u64, Box<Directory>)>,
+    directories: Vec<Directory>,
     len: usize,
 }
 
@@ -194,23 +197,23 @@ impl Lookup {
     #[inline]
     fn place(&self, dir: u64) -> Result<usize, usize> {
         self.directories
-            .binary_search_by_key(&dir, |(number, _)| *number)
+            .binary_search_by_key(&dir, |directory| directory.number)
     }
 
     #[inline]
     fn directory(&self, dir: u64) -> Option<&Directory> {
         let at = self.place(dir).ok()?;
-        Some(&self.directories[at].1)
+        Some(&self.directories[at])
     }
 
     pub(crate) fn insert(&mut self, addr: u64, id: u32) {
         debug_assert!(addr.is_multiple_of(GRANULE));
         let (dir, leaf, slot) = split(addr);
         let at = self.place(dir).unwrap_or_else(|at| {
-            self.directories.insert(at, (dir, Directory::new()));
+            self.directories.insert(at, Directory::new(dir));
             at
         });
-        let directory = &mut self.directories[at].1;
+        let directory = &mut self.directories[at];
         let entry = &mut directory.leaves[leaf];
         if !entry.insert(slot, id) {
             return;
@@ -224,7 +227,7 @@ impl Lookup {
         let Ok(at) = self.place(dir) else {
             return;
         };
-        let directory = &mut self.directories[at].1;
+        let directory = &mut self.directories[at];
         let entry = &mut directory.leaves[leaf];
         if !entry.remove(slot) {
             return;
@@ -248,7 +251,7 @@ impl Lookup {
         let (dir, leaf, slot) = split(addr);
         let place = self.place(dir);
         if let Ok(at) = place {
-            let directory = &self.directories[at].1;
+            let directory = &self.directories[at];
             if let Some(id) = directory.leaves[leaf].at_or_below(slot) {
                 return Some(id);
             }
@@ -260,7 +263,7 @@ impl Lookup {
         }
         let (Ok(below) | Err(below)) = place;
         let mut below = self.directories[..below].iter().rev();
-        below.find_map(|(_, directory)| last_in(directory, DIR_SLOTS - 1))
+        below.find_map(|directory| last_in(directory, DIR_SLOTS - 1))
     }
 
     /// Removes the leaves of a range that no longer holds memory.
@@ -272,7 +275,7 @@ impl Lookup {
             let Ok(at) = self.place(dir) else {
                 continue;
             };
-            let directory = &mut self.directories[at].1;
+            let directory = &mut self.directories[at];
             let entry = &mut directory.leaves[leaf];
             if entry.count == 0 {
                 entry.many = None;

@@ -71,6 +71,8 @@ pub(crate) struct Hot {
     /// Used: the block is in the large-block cache of a stream cache, which knows whether it is live, and its
     /// generation.
     pub cached: bool,
+    /// Used: the block is guarded.
+    pub guarded: bool,
 }
 
 const _: () = assert!(size_of::<Hot>() == 32);
@@ -209,16 +211,30 @@ const FIRST: usize = 1 << 12;
 
 /// All records of an allocator. The arrays move when they grow; records are only accessed by id, so one index leads to
 /// each, without a table of chunks.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub(crate) struct Records {
     hot: Vec<Hot>,
     /// Has the same length as `hot`.
     cold: Vec<Cold>,
-    vacant: Vec<u32>,
+    /// The vacant record that is taken next, or [`NIL`]; the others follow in [`Hot::next`].
+    vacant: u32,
+    vacant_count: u32,
     /// Empty boxes, for reuse.
     #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
     spare: Vec<Box<Rare>>,
+}
+
+impl Default for Records {
+    fn default() -> Self {
+        Records {
+            hot: Vec::new(),
+            cold: Vec::new(),
+            vacant: NIL,
+            vacant_count: 0,
+            spare: Vec::new(),
+        }
+    }
 }
 
 impl Records {
@@ -235,6 +251,7 @@ impl Records {
             state,
             space,
             cached: false,
+            guarded: false,
         });
         id
     }
@@ -242,10 +259,13 @@ impl Records {
     /// Returns a vacant record with an initial [`Cold`].
     #[inline(always)]
     pub(crate) fn vacant_id(&mut self) -> u32 {
-        match self.vacant.pop() {
-            Some(id) => id,
-            None => self.new_id(),
+        let id = self.vacant;
+        if id == NIL {
+            return self.new_id();
         }
+        self.vacant = self[id].next;
+        self.vacant_count -= 1;
+        id
     }
 
     #[cold]
@@ -263,8 +283,11 @@ impl Records {
     /// Makes a record vacant.
     #[inline(always)]
     pub(crate) fn retire(&mut self, id: u32) {
+        let next = std::mem::replace(&mut self.vacant, id);
+        self.vacant_count += 1;
         let hot = &mut self[id];
         hot.state = State::Vacant;
+        hot.next = next;
         // A handle to the dead record must never look live.
         hot.generation = hot.generation.wrapping_add(1) & !1;
         let cold = &mut self.cold[id as usize];
@@ -272,7 +295,20 @@ impl Records {
             self.put_aside(rare);
         }
         self.cold_mut(id).clear();
-        self.vacant.push(id);
+    }
+
+    /// Adds the right neighbour of an extent to it.
+    #[inline(never)]
+    pub(crate) fn join_next(&mut self, id: u32) {
+        let joined = self[id].next;
+        let Hot { granules, next, .. } = self[joined];
+        let hot = &mut self[id];
+        hot.granules += granules;
+        hot.next = next;
+        if next != NIL {
+            self[next].prev = id;
+        }
+        self.retire(joined);
     }
 
     #[cold]
@@ -322,7 +358,7 @@ impl Records {
 
     /// Returns the number of records that describe an extent.
     pub(crate) fn len(&self) -> usize {
-        self.hot.len() - self.vacant.len()
+        self.hot.len() - self.vacant_count as usize
     }
 
     /// Iterates over the records that describe an extent.

@@ -1,6 +1,6 @@
-//! Carving and coalescing while one stream owns all free memory, and adjacent pieces merge.
+//! Carving while one stream owns all free memory, and coalescing of blocks that one stream used.
 //!
-//! The result equals that of [`Space`] for any number of streams, without the checks of uses.
+//! The result equals that of [`Space`] for any uses and any number of streams, with fewer checks.
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::record::{Hot, NIL, Records, State};
@@ -52,6 +52,7 @@ impl Space {
             state: State::Free,
             space: self.id,
             cached: false,
+            guarded: false,
         });
         if next != NIL {
             records[next].prev = right;
@@ -68,78 +69,53 @@ impl Space {
         Some(Entry { granules, ..entry })
     }
 
-    /// [`release`](Self::release) for a block whose only use is `last`, the newest on its stream, where pieces pending
-    /// on the same stream merge. `freed` is the number of the free.
+    /// [`release`](Self::release) for a block whose only use is `last`, the newest on its stream. `freed` is the number
+    /// of the free.
     pub(crate) fn release_own(&mut self, records: &mut Records, id: u32, last: Use, freed: u64) {
-        let class = last.stream;
-        let own = |records: &Records, id: u32| {
+        let (class, any_use) = (last.stream, self.merge_own);
+        let merges = |records: &Records, id: u32| {
             id != NIL && {
                 let hot = &records[id];
-                hot.is_free() && hot.stream == class
+                let own = hot.is_free() && hot.stream == class;
+                own && (any_use || records.cold(id).uses == Uses::One(last))
             }
         };
         let hot = &mut records[id];
         hot.state = State::Free;
         hot.stream = class;
-        let Hot {
-            addr,
-            granules,
-            prev,
-            next,
-            ..
-        } = *hot;
+        let (prev, next) = (hot.prev, hot.next);
         let at = class as usize;
         if at >= self.pending.len() {
             self.pending.resize_with(at + 1, FreeIndex::default);
         }
         let index = &mut self.pending[at];
-        let mut whole = (id, addr, granules);
         debug_assert!(
-            [prev, next].iter().all(|at| !own(records, *at)
+            [prev, next].iter().all(|at| !merges(records, *at)
                 || class_of(&records.cold(*at).uses) == class
                     && records.cold(*at).uses.as_slice()[0].ticket <= last.ticket),
             "the newest use of all"
         );
         self.count += 1;
-        if own(records, prev) {
+        let mut head = id;
+        if merges(records, prev) {
             self.count -= 1;
             let found = index.remove(&Self::entry(records, prev).1);
             debug_assert!(found, "a free piece is in the index of its class");
-            let left = &mut records[prev];
-            let addr = left.addr;
-            left.granules += whole.2;
-            left.next = next;
-            whole = (prev, addr, left.granules);
-            if next != NIL {
-                records[next].prev = prev;
-            }
-            records.retire(id);
+            head = prev;
+            records.join_next(head);
         }
-        let (head, addr, mut granules) = whole;
-        if own(records, next) {
+        if merges(records, next) {
             self.count -= 1;
             let found = index.remove(&Self::entry(records, next).1);
             debug_assert!(found, "a free piece is in the index of its class");
-            let right = records[next];
-            let left = &mut records[head];
-            left.granules += right.granules;
-            left.next = right.next;
-            granules = left.granules;
-            if right.next != NIL {
-                records[right.next].prev = head;
-            }
-            records.retire(next);
+            records.join_next(head);
         }
         let cold = records.cold_mut(head);
         // The newest of the merged uses covers the others.
         cold.uses = Uses::One(last);
         cold.freed = freed;
         cold.requested = 0;
-        index.insert(Entry {
-            granules,
-            addr,
-            id: head,
-        });
+        index.insert(Self::entry(records, head).1);
     }
 }
 

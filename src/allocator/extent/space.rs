@@ -330,18 +330,11 @@ impl Space {
 
     /// Joins an extent with its right neighbour; both are in no index.
     fn absorb_next(&mut self, records: &mut Records, id: u32) {
-        let next = records[id].next;
-        let swallowed = records[next];
-        let (left, right) = (records.cold(id), records.cold(next));
+        let (left, right) = (records.cold(id), records.cold(records[id].next));
         let (uses, freed) = (left.uses.union(&right.uses), left.freed.max(right.freed));
         let cold = records.cold_mut(id);
         (cold.uses, cold.freed) = (uses, freed);
-        records[id].granules += swallowed.granules;
-        records[id].next = swallowed.next;
-        if swallowed.next != NIL {
-            records[swallowed.next].prev = id;
-        }
-        records.retire(next);
+        records.join_next(id);
     }
 
     fn mergeable(&self, records: &Records, left: u32, right: u32) -> bool {

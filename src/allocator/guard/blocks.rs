@@ -67,13 +67,13 @@ pub(crate) fn guard(heap: &mut Heap, block: Guarding) -> bool {
             return false;
         }
     }
-    heap.guards.add(block);
+    heap.guards.add(block, &mut heap.extents.records);
     true
 }
 
 /// Drops a guard. The last one also completes the free of a block that was freed meanwhile.
 pub(crate) fn unguard(heap: &mut Heap, block: Guarding) {
-    match heap.guards.remove(block, &heap.extents.records) {
+    match heap.guards.remove(block, &mut heap.extents.records) {
         Some(Freed::Small(held)) => {
             heap.caches.held_back.push(held);
             heap.return_held_back();

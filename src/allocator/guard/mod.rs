@@ -54,12 +54,6 @@ struct GuardedSmall {
 }
 
 impl Guards {
-    /// Whether any large block is guarded.
-    #[inline]
-    pub(crate) fn any(&self) -> bool {
-        !self.blocks.is_empty()
-    }
-
     /// Returns the freed small blocks that guards keep.
     pub(crate) fn held_back(&self) -> impl Iterator<Item = &HeldBack> {
         self.small
@@ -67,15 +61,18 @@ impl Guards {
             .filter_map(|guarded| guarded.freed.as_ref())
     }
 
-    pub(crate) fn add(&mut self, block: Guarding) {
+    pub(crate) fn add(&mut self, block: Guarding, records: &mut Records) {
         match block {
-            Guarding::Record(id) => self.blocks.entry(id).or_default().guards += 1,
+            Guarding::Record(id) => {
+                self.blocks.entry(id).or_default().guards += 1;
+                records[id].guarded = true;
+            }
             Guarding::Small(ptr) => self.small.entry(ptr).or_default().guards += 1,
         }
     }
 
     /// Drops a guard of a block. Returns the block if this was its last guard and it was freed meanwhile.
-    pub(crate) fn remove(&mut self, block: Guarding, records: &Records) -> Option<Freed> {
+    pub(crate) fn remove(&mut self, block: Guarding, records: &mut Records) -> Option<Freed> {
         match block {
             Guarding::Record(id) => {
                 let guarded = self.blocks.get_mut(&id)?;
@@ -83,6 +80,7 @@ impl Guards {
                 if guarded.guards > 0 {
                     return None;
                 }
+                records[id].guarded = false;
                 let uses = self.blocks.remove(&id)?.freed?;
                 self.bytes -= records[id].bytes();
                 Some(Freed::Large(id, uses))

@@ -76,6 +76,16 @@ pub(crate) struct Heap {
     pub deferred: Vec<Deferred>,
 }
 
+/// Outcome of [`Heap::free_plain`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlainFree {
+    /// The block needs [`Heap::free`], or is not live.
+    Refused,
+    Done,
+    /// Done, and the batch of this stream needs its marker.
+    Full(u32),
+}
+
 impl Heap {
     pub(crate) fn new(
         owner: (Weak<dyn KeepAlive>, u64),
@@ -395,19 +405,11 @@ impl Heap {
         }
     }
 
-    /// [`free`](Self::free) for a block that only its own stream used, while that stream is the only one. Returns false
-    /// and changes nothing if the block needs more. It is separate from `free`, with which a large pair takes 10 % more
-    /// instructions.
-    pub(crate) fn free_alone(&mut self, id: u32, generation: u32) -> bool {
-        if self.streams.several()
-            || !self.extents.large.merge_own
-            || self.guards.any()
-            || !self.rules.caches()
-        {
-            return false;
-        }
+    /// [`free`](Self::free) for a block that lies at its home and that only its own stream used. Changes nothing if the
+    /// block is another one. It is separate from `free`, with which a large pair takes 10 % more instructions.
+    pub(crate) fn free_plain(&mut self, id: u32, generation: u32) -> PlainFree {
         let Some(hot) = self.extents.records.get(id) else {
-            return false;
+            return PlainFree::Refused;
         };
         let Hot {
             addr,
@@ -415,24 +417,20 @@ impl Heap {
             stream,
             ..
         } = *hot;
-        let live = hot.generation == generation && hot.state == Extent::Used && !hot.cached;
+        let live = hot.generation == generation && hot.state == Extent::Used;
         let (cold, bytes) = (self.extents.records.cold(id), hot.bytes());
-        let plain = hot.space == SpaceId::Large && cold.is_plain();
-        if !live || !plain {
-            return false;
+        let plain = hot.space == SpaceId::Large && cold.is_plain() && self.rules.caches();
+        if !live || !plain || hot.cached || hot.guarded {
+            return PlainFree::Refused;
         }
         let requested = cold.requested;
         let slot = &self.streams[stream];
         if !slot.named || slot.inactive {
-            return false;
+            return PlainFree::Refused;
         }
         let ticket = slot.open;
         // The block is freed from here on. A cached block that this frees may be adjacent to it.
         self.uncache_provisional();
-        let slot = &mut self.streams[stream];
-        slot.live -= 1;
-        slot.open_uses = slot.open_uses.saturating_add(1);
-        slot.open_bytes += bytes;
         self.frees += 1;
         // A peak is always followed by a free.
         self.recent_peak = self.recent_peak.max(self.stats.large.allocated.current);
@@ -445,7 +443,18 @@ impl Heap {
         self.extents
             .large
             .release_own(&mut self.extents.records, id, last, freed);
-        true
+        let slot = &mut self.streams[stream];
+        slot.live -= 1;
+        if self.streams.several() {
+            return match self.streams.count_use(stream, bytes) {
+                true => PlainFree::Full(stream),
+                false => PlainFree::Done,
+            };
+        }
+        let slot = &mut self.streams[stream];
+        slot.open_uses = slot.open_uses.saturating_add(1);
+        slot.open_bytes += bytes;
+        PlainFree::Done
     }
 
     /// Returns the last uses of a block that other streams used, and that already counts as free.

@@ -2,7 +2,7 @@
 
 use crate::driver::{Context, Stream};
 
-use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache};
+use crate::allocator::cache::stream_cache::{MOST_CACHES, StreamCache, thread};
 use crate::allocator::extent::record::{MIXED, SpaceId};
 use crate::allocator::extent::space::Space;
 use crate::allocator::heap::Heap;
@@ -68,6 +68,16 @@ impl Heap {
             }
             known => known[ThreadId::current().number() as usize % known.len()],
         }
+    }
+
+    /// [`cache_of`](Self::cache_of), which the thread's next call for the stream finds without the heap.
+    #[inline(never)]
+    pub(crate) fn find_cache(&mut self, key: StreamKey, stream: u32) -> &'static StreamCache {
+        let cache = self.cache_of(stream);
+        if let StreamKey::Id(key) = key {
+            thread::remember(key, cache);
+        }
+        cache
     }
 
     /// Doubles the number of a stream's caches after repeated contention.

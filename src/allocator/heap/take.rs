@@ -1,7 +1,9 @@
 //! The search for free memory, and claims on it.
 
+use std::ptr;
+
 use crate::allocator::cache::grant::Grant;
-use crate::allocator::cache::stream_cache::thread;
+use crate::allocator::cache::stream_cache::StreamCache;
 use crate::allocator::extent::record::{MIXED, SpaceId, State as Extent};
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::uses::Uses;
@@ -203,13 +205,14 @@ impl Heap {
     }
 
     /// Takes ready memory for a large request, whose stream is given by its key and, with `has_object`, by an object that
-    /// can keep it alive. Returns `None` if any other step has to come first; then nothing has changed that reclaim would
+    /// can keep it alive; `known` is the stream cache that the thread uses for it. Returns `None` if any other step has to come first; then nothing has changed that reclaim would
     /// not change.
     #[inline]
     pub(crate) fn take_ready(
         &mut self,
         key: StreamKey,
         has_object: bool,
+        known: Option<&'static StreamCache>,
         request: &Checked,
     ) -> Option<Grant> {
         let plain = self.rules.caches() && request.is_plain() && request.small().is_none();
@@ -231,10 +234,16 @@ impl Heap {
         self.stats.hits += 1;
         self.announce(want.requested);
         self.physical.count_request(&want);
-        let cache = self.cache_of(stream);
-        if let StreamKey::Id(key) = key {
-            thread::remember(key, cache);
-        }
+        let cache = match known {
+            Some(cache) => cache,
+            None => self.find_cache(key, stream),
+        };
+        debug_assert!(
+            self.caches
+                .of(stream)
+                .iter()
+                .any(|own| ptr::eq(*own, cache))
+        );
         Some(self.hand_out(id, &want, cache, true))
     }
 

@@ -228,6 +228,7 @@ pub(crate) fn end_of(engine: &Engine, user: &User) -> Result<Pooled, Error> {
                 key: user.key,
                 raw,
                 stream: None,
+                cache: None,
             };
             let context = engine.context_of(&named)?;
             // SAFETY: the stream lives until it is retired, by the contract for raw streams, and retirement waits
