@@ -47,7 +47,7 @@ import bisect, collections, os, re, statistics, subprocess, sys, tempfile
 most = {"pair": (8, 17), "pair_adopted": (8, 17), "pair_default": (8, 17), "c_adopted": (13, 27), "c_default": (13, 27)}
 MOST_INSTRUCTIONS = 285
 # code, data: the medians of large operations.
-most_large = {"large": [(180, 95), (104, 51)], "large_2": [(255, 142), (160, 55)]}
+most_large = {"large": [(95, 38), (70, 33)], "large_2": [(165, 91), (79, 38)]}
 LARGE = 400
 PAIRS = 20
 # Of the program in C, whose start has repetitions of its own: the last accesses are of pairs alone.

@@ -86,7 +86,18 @@ impl PoolStats {
         ]
     }
 
-    #[inline(always)]
+    /// Counts an allocated block. Out of line, as [`freed`](Self::freed) is, because a block counts in two pools: the
+    /// second call finds the code in the cache.
+    #[inline(never)]
+    fn born(&mut self, bytes: u64, requested: u64) {
+        self.allocations.add(1);
+        self.allocated.add(bytes);
+        self.active.add(bytes);
+        self.requested.add(requested);
+    }
+
+    /// Counts a freed block; `over` is whether no stream other than its own still accesses it.
+    #[inline(never)]
     fn freed(&mut self, bytes: u64, requested: u64, over: bool) {
         self.allocations.sub(1);
         self.allocated.sub(bytes);
@@ -221,24 +232,13 @@ impl Stats {
     /// Counts an allocated block.
     #[inline]
     pub(crate) fn born(&mut self, small: bool, bytes: u64, requested: u64) {
-        self.on_pool(small, |pool| {
-            pool.allocations.add(1);
-            pool.allocated.add(bytes);
-            pool.active.add(bytes);
-            pool.requested.add(requested);
-        });
+        self.on_pool(small, |pool| pool.born(bytes, requested));
     }
 
     /// Counts a freed block; `over` is whether no stream other than its own still accesses it.
     #[inline]
     pub(crate) fn freed(&mut self, small: bool, bytes: u64, requested: u64, over: bool) {
-        self.all.freed(bytes, requested, over);
-        let pool = if small {
-            &mut self.small
-        } else {
-            &mut self.large
-        };
-        pool.freed(bytes, requested, over);
+        self.on_pool(small, |pool| pool.freed(bytes, requested, over));
     }
 
     /// Counts memory obtained from the driver.

@@ -10,6 +10,7 @@ use crate::allocator::cache::stream_cache::thread::{self, Known};
 use crate::allocator::cache::stream_cache::{Small, StreamCache};
 use crate::allocator::calls::cached::unaligned;
 use crate::allocator::engine::naming::Named;
+use crate::allocator::heap::request::Checked;
 use crate::allocator::report::BlockInfo;
 use crate::allocator::request::Request;
 use crate::allocator::stream::slot::{is_special, to_compare};
@@ -42,7 +43,7 @@ impl Allocator {
         };
         let Some(small) = unaligned(bytes) else {
             // SAFETY: the caller's contract.
-            return unsafe { self.allocate_raw_slow(bytes, stream, lasting) };
+            return unsafe { self.allocate_raw_large(bytes, stream, lasting) };
         };
         if let Some(cache) = lasting {
             return match Grant::take_by_handle(cache, (&self.pages, raw), small) {
@@ -133,8 +134,37 @@ impl Allocator {
         Ok(self.engine.allocate(&named, &request, Missed(None))?.ptr())
     }
 
-    /// Allocates what the fast path could not serve, or what is too large for it. `cache` is the cache of a stream whose
-    /// handle stays valid.
+    /// Allocates what is too large for stream caches. `cache` is the cache of a stream whose handle stays valid.
+    ///
+    /// # Safety
+    /// As [`allocate_raw`](Self::allocate_raw).
+    #[inline(never)]
+    unsafe fn allocate_raw_large(
+        &self,
+        bytes: usize,
+        stream: sys::CUstream,
+        cache: Option<&'static StreamCache>,
+    ) -> Result<sys::CUdeviceptr, Error> {
+        let engine = &self.engine;
+        let key = match cache {
+            Some(cache) if engine.serves_large_from_heap() => {
+                cache.lock().key_in(engine.id, to_compare(stream))
+            }
+            _ => None,
+        };
+        let Some(key) = key else {
+            // SAFETY: the caller's contract.
+            return unsafe { self.allocate_raw_slow(bytes, stream, cache) };
+        };
+        let named = Named {
+            cache,
+            ..Named::by_handle(key, stream)
+        };
+        let made = engine.allocate_missed(&named, &Checked::new(bytes, 1)?);
+        made.map(|grant| grant.ptr())
+    }
+
+    /// Allocates what the fast path could not serve. `cache` is the cache of a stream whose handle stays valid.
     ///
     /// # Safety
     /// As [`allocate_raw`](Self::allocate_raw).
@@ -151,17 +181,11 @@ impl Allocator {
             false => None,
         };
         let named = match known {
-            Some(key) => Named {
-                cache,
-                ..Named::by_handle(key, stream)
-            },
+            Some(key) => Named::by_handle(key, stream),
             // SAFETY: the caller's contract.
             None => unsafe { self.engine.named_raw(stream) }?,
         };
-        let made = match unaligned(bytes) {
-            None => self.engine.allocate_large(bytes, &named, missed),
-            Some(_) => self.engine.allocate(&named, &Request::new(bytes), missed),
-        };
+        let made = self.engine.allocate(&named, &Request::new(bytes), missed);
         made.map(|grant| grant.ptr())
     }
 
@@ -196,7 +220,7 @@ impl Allocator {
     pub unsafe fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
         match self.pages.free_quick(ptr) {
             true => Ok(()),
-            false => self.engine.free(ptr, None),
+            false => self.engine.free_raw(ptr),
         }
     }
 

@@ -116,6 +116,7 @@ impl Grant {
     }
 
     /// Creates the grant of a block with a record: its number and generation, its granules, and its requested bytes.
+    #[inline]
     pub(crate) fn large(
         home: &'static StreamCache,
         ptr: u64,
@@ -141,6 +142,11 @@ impl Grant {
     #[inline(always)]
     pub(crate) fn ptr(&self) -> u64 {
         self.place.ptr
+    }
+
+    #[inline(always)]
+    pub(crate) fn granules(&self) -> u32 {
+        self.granules
     }
 
     pub(crate) fn bytes(&self) -> u64 {

@@ -10,9 +10,7 @@ use crate::allocator::cache::stream_cache::{
     Allocated, Inner, Owner, Small, StreamCache, cold_path, thread,
 };
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::naming::Named;
 use crate::allocator::heap::request::Checked;
-use crate::allocator::request::Request;
 use crate::allocator::size::{GRANULE, PACKED_SMALL_LIMIT};
 use crate::allocator::stream::slot::{StreamKey, is_special};
 use crate::error::Error;
@@ -208,20 +206,11 @@ impl Engine {
         }
     }
 
-    /// Allocates what is too large for stream caches.
+    /// Whether the heap alone serves large requests: no cache has a large block, and nothing observes requests.
     #[inline]
-    pub(crate) fn allocate_large(
-        &self,
-        bytes: usize,
-        named: &Named<'_>,
-        missed: Missed,
-    ) -> Result<Grant, Error> {
-        if self.in_large_caches.load(Ordering::Relaxed) > 0 || !process::is_quiet() {
-            return self.allocate(named, &Request::new(bytes), missed);
-        }
-        // It may hold the lock of a cache.
-        drop(missed);
-        self.allocate_missed(named, &Checked::new(bytes, 1)?)
+    pub(crate) fn serves_large_from_heap(&self) -> bool {
+        let cached = self.in_large_caches.load(Ordering::Relaxed) > 0;
+        self.fast_id() != 0 && !cached && process::is_quiet()
     }
 
     /// Allocates a large block from the large-block cache of the stream cache that was tried, or else of the one that

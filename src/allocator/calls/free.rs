@@ -76,6 +76,16 @@ impl Engine {
                 .is_some()
     }
 
+    /// Frees the live block that begins at an address, after its stream cache could not.
+    #[inline(never)]
+    pub(crate) fn free_raw(&self, ptr: sys::CUdeviceptr) -> Result<(), Error> {
+        let large = self.is_fast() && self.pages.find_node(ptr).is_none();
+        match large && self.free_large(ptr, None) {
+            true => Ok(()),
+            false => self.free(ptr, None),
+        }
+    }
+
     /// Frees the live block that begins at an address; with `block`, only if it is still that block.
     #[inline(never)]
     pub(crate) fn free(
@@ -98,7 +108,6 @@ impl Engine {
                 self.free_small(cache, (node, ptr), None)
             }
             (None, Some(_)) => Err(Error::NotLive { ptr }),
-            (None, None) if self.is_fast() && self.free_large(ptr, None) => Ok(()),
             (None, None) => self.free_record(ptr, None),
         }
     }
@@ -191,21 +200,21 @@ impl Engine {
             heap.recorder
                 .record_free(&heap.streams, &heap.extents.records, id);
         }
-        let plain = heap.free_plain(id, generation);
-        if plain == PlainFree::Done {
-            let engine = self.keep_for_decay();
-            drop(heap);
-            release_if_due(engine);
-            return true;
-        }
-        let refused = plain == PlainFree::Refused;
-        if refused && (!heap.is_live((id, generation)) || heap.extents.records[id].cached) {
-            return false;
-        }
         let mut after = AfterFree::default();
-        match plain {
+        match heap.free_plain(id, generation) {
+            PlainFree::Done => {
+                let engine = self.keep_for_decay();
+                drop(heap);
+                release_if_due(engine);
+                return true;
+            }
             PlainFree::Full(stream) => after.mark(stream, heap.streams[stream].key),
-            _ => after = heap.free(id),
+            PlainFree::Refused => {
+                if !heap.is_live((id, generation)) || heap.extents.records[id].cached {
+                    return false;
+                }
+                after = heap.free(id);
+            }
         }
         let rest = self.rest_of_free(&heap, after);
         let engine = self.keep_for_decay();

@@ -341,20 +341,20 @@ impl Engine {
     /// lock may be taken.
     #[inline(always)]
     pub(crate) fn is_past_use(&self) -> bool {
-        process::is_gone() || self.lost.get().is_some()
+        process::is_gone() || (self.fast_id() == 0 && self.lost.get().is_some())
     }
 
     /// Checks whether the allocator is usable at all.
     #[inline]
     pub(crate) fn usable(&self) -> Result<(), Error> {
-        match self.is_fast() {
-            true => Ok(()),
-            false => self.reason_of_no_use(),
+        match self.is_past_use() {
+            false => Ok(()),
+            true => self.refuse_use(),
         }
     }
 
-    #[inline(never)]
-    fn reason_of_no_use(&self) -> Result<(), Error> {
+    #[cold]
+    fn refuse_use(&self) -> Result<(), Error> {
         if self.driver().is_forked_child() {
             return Err(Error::ForkedChild);
         }

@@ -170,6 +170,17 @@ impl Bin {
         }
     }
 
+    /// Whether there is a key that is not below `from`.
+    #[inline(always)]
+    fn reaches(&self, from: Key) -> bool {
+        match self {
+            // An empty place is above every key.
+            Bin::Few(few) => few.place(NONE) > few.place(from),
+            Bin::List(list) => list.last().is_some_and(|last| *last >= from),
+            Bin::Tree(tree) => tree.last().is_some_and(|last| *last >= from),
+        }
+    }
+
     /// Removes the first key that is not below `from`.
     #[inline(always)]
     fn take_from(&mut self, from: Key) -> Option<Key> {
@@ -346,18 +357,11 @@ impl FreeIndex {
     #[inline]
     pub(crate) fn take_best_fit(&mut self, granules: u32) -> Option<Entry> {
         let (mut group, mut sub) = bin_of(granules);
-        let mut from = Key::from(granules) << 96;
-        loop {
-            if let Some(entry) = self.take_from(group, sub, from) {
-                return Some(entry);
-            }
+        let from = Key::from(granules) << 96;
+        let bin = self.bins[group].as_ref().map(|bins| &bins[sub]);
+        if bin.is_none_or(|bin| !bin.reaches(from)) {
             (group, sub) = self.filled_above(group, sub)?;
-            from = 0;
         }
-    }
-
-    #[inline(always)]
-    fn take_from(&mut self, group: usize, sub: usize, from: Key) -> Option<Entry> {
         let bin = &mut self.bins[group].as_mut()?[sub];
         let entry = Entry::of(bin.take_from(from)?);
         let emptied = bin.is_empty();

@@ -114,7 +114,7 @@ pub(crate) struct Cold {
     pub aliased_by: u32,
     /// Used: the origin of the block.
     pub origin: Origin,
-    /// Allocated when there is anything to store in it, and kept until the record is retired.
+    /// Allocated when there is anything to store in it, and kept for later uses of the record.
     rare: Option<Box<Rare>>,
 }
 
@@ -129,10 +129,18 @@ struct Rare {
     home: Vec<u32>,
 }
 
-impl Cold {
-    /// Resets it to the initial state, field by field, because few of the fields are ever set.
-    #[inline(always)]
+impl Rare {
+    #[cold]
     fn clear(&mut self) {
+        self.recorded.clear();
+        self.home.clear();
+    }
+}
+
+impl Cold {
+    /// Prepares it for the next extent of the record, field by field, because few of the fields are ever set.
+    #[inline(always)]
+    pub(crate) fn renew(&mut self, new_uses: Uses, new_owner: u32, new_freed: u64) {
         // Names every field, so that no new field survives into the record's next use unnoticed.
         let Cold {
             requested,
@@ -143,10 +151,11 @@ impl Cold {
             origin: _,
             rare,
         } = self;
-        debug_assert!(rare.is_none(), "put aside before");
-        *requested = 0;
-        *uses = Uses::None;
-        (*owner, *freed, *aliased_by) = (0, 0, 0);
+        if let Some(rare) = rare {
+            rare.clear();
+        }
+        (*uses, *owner, *freed) = (new_uses, new_owner, new_freed);
+        (*requested, *aliased_by) = (0, 0);
     }
 
     /// Used: other streams that were recorded on the block.
@@ -220,9 +229,6 @@ pub(crate) struct Records {
     /// The vacant record that is taken next, or [`NIL`]; the others follow in [`Hot::next`].
     vacant: u32,
     vacant_count: u32,
-    /// Empty boxes, for reuse.
-    #[expect(clippy::vec_box, reason = "they go in and out as boxes")]
-    spare: Vec<Box<Rare>>,
 }
 
 impl Default for Records {
@@ -232,7 +238,6 @@ impl Default for Records {
             cold: Vec::new(),
             vacant: NIL,
             vacant_count: 0,
-            spare: Vec::new(),
         }
     }
 }
@@ -253,10 +258,11 @@ impl Records {
             cached: false,
             guarded: false,
         });
+        self.cold_mut(id).renew(Uses::None, 0, 0);
         id
     }
 
-    /// Returns a vacant record with an initial [`Cold`].
+    /// Returns a vacant record. The caller renews both parts of it.
     #[inline(always)]
     pub(crate) fn vacant_id(&mut self) -> u32 {
         let id = self.vacant;
@@ -280,7 +286,7 @@ impl Records {
         self.hot.len() as u32 - 1
     }
 
-    /// Makes a record vacant.
+    /// Makes a record vacant, without uses: a list of pieces may still name it.
     #[inline(always)]
     pub(crate) fn retire(&mut self, id: u32) {
         let next = std::mem::replace(&mut self.vacant, id);
@@ -290,11 +296,7 @@ impl Records {
         hot.next = next;
         // A handle to the dead record must never look live.
         hot.generation = hot.generation.wrapping_add(1) & !1;
-        let cold = &mut self.cold[id as usize];
-        if let Some(rare) = cold.rare.take() {
-            self.put_aside(rare);
-        }
-        self.cold_mut(id).clear();
+        self.cold_mut(id).renew(Uses::None, 0, 0);
     }
 
     /// Adds the right neighbour of an extent to it.
@@ -311,17 +313,8 @@ impl Records {
         self.retire(joined);
     }
 
-    #[cold]
-    #[inline(never)]
-    fn put_aside(&mut self, mut rare: Box<Rare>) {
-        rare.recorded.clear();
-        rare.home.clear();
-        self.spare.push(rare);
-    }
-
     fn rare(&mut self, id: u32) -> &mut Rare {
-        let rare = &mut self.cold[id as usize].rare;
-        rare.get_or_insert_with(|| self.spare.pop().unwrap_or_default())
+        self.cold_mut(id).rare.get_or_insert_default()
     }
 
     /// Adds a use to those of a live block. Without a ticket it covers all work submitted to that stream until the

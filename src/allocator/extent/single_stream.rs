@@ -3,10 +3,9 @@
 //! The result equals that of [`Space`] for any uses and any number of streams, with fewer checks.
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
-use crate::allocator::extent::record::{Hot, NIL, Records, State};
-use crate::allocator::extent::space::{Space, class_of};
+use crate::allocator::extent::record::{NIL, Records, State};
+use crate::allocator::extent::space::{Space, class_of, cut};
 use crate::allocator::extent::uses::{Use, Uses};
-use crate::allocator::size::GRANULE;
 
 impl Space {
     /// Whether all free pieces are pending on one stream alone.
@@ -29,43 +28,10 @@ impl Space {
         }
         let own = self.pending.get_mut(stream as usize)?;
         let entry = own.take_best_fit(granules)?;
-        let rest = entry.granules - granules;
-        if rest == 0 {
-            self.count -= 1;
-            records[entry.id].state = State::Busy;
-            records.cold_mut(entry.id).uses = Uses::None;
-            return Some(entry);
+        match cut(records, entry.id, granules) {
+            Some(rest) => own.insert(rest),
+            None => self.count -= 1,
         }
-        let addr = entry.addr + u64::from(granules) * GRANULE;
-        let right = records.vacant_id();
-        let hot = &mut records[entry.id];
-        hot.state = State::Busy;
-        hot.granules = granules;
-        let next = std::mem::replace(&mut hot.next, right);
-        records[right].renew(Hot {
-            addr,
-            granules: rest,
-            generation: 0,
-            prev: entry.id,
-            next,
-            stream,
-            state: State::Free,
-            space: self.id,
-            cached: false,
-            guarded: false,
-        });
-        if next != NIL {
-            records[next].prev = right;
-        }
-        let cold = records.cold_mut(entry.id);
-        let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
-        let cold = records.cold_mut(right);
-        (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
-        own.insert(Entry {
-            granules: rest,
-            addr,
-            id: right,
-        });
         Some(Entry { granules, ..entry })
     }
 

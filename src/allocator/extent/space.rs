@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 
 use crate::allocator::extent::index::{Entry, FreeIndex};
-use crate::allocator::extent::record::{COMPLETE, MIXED, NIL, Records, SpaceId, State};
+use crate::allocator::extent::record::{COMPLETE, Hot, MIXED, NIL, Records, SpaceId, State};
 use crate::allocator::extent::uses::Uses;
 use crate::allocator::size::GRANULE;
 
@@ -62,6 +62,38 @@ pub(crate) fn class_of(uses: &Uses) -> u32 {
         [only] => only.stream,
         _ => MIXED,
     }
+}
+
+/// Makes the front of a free piece that is in no index busy. Returns the rest, which is a piece with the same uses.
+#[inline(always)]
+pub(super) fn cut(records: &mut Records, id: u32, granules: u32) -> Option<Entry> {
+    let hot = &mut records[id];
+    hot.state = State::Busy;
+    let piece = *hot;
+    let cold = records.cold_mut(id);
+    let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
+    if piece.granules == granules {
+        return None;
+    }
+    let rest = Entry {
+        granules: piece.granules - granules,
+        addr: piece.addr + u64::from(granules) * GRANULE,
+        id: records.vacant_id(),
+    };
+    let hot = &mut records[id];
+    (hot.granules, hot.next) = (granules, rest.id);
+    records[rest.id].renew(Hot {
+        addr: rest.addr,
+        granules: rest.granules,
+        prev: id,
+        state: State::Free,
+        ..piece
+    });
+    if piece.next != NIL {
+        records[piece.next].prev = rest.id;
+    }
+    records.cold_mut(rest.id).renew(uses, owner, freed);
+    Some(rest)
 }
 
 impl Space {
@@ -304,18 +336,8 @@ impl Space {
     pub(crate) fn split(&mut self, records: &mut Records, id: u32, left: u32) -> u32 {
         let cold = records.cold(id);
         let (uses, owner, freed) = (cold.uses.clone(), cold.owner, cold.freed);
-        let state = records[id].state;
-        let right = self.part(records, id, left, state);
-        let cold = records.cold_mut(right);
-        (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
-        right
-    }
-
-    /// Makes the right part of an extent an extent in the given state, linked after the left part.
-    #[inline]
-    fn part(&self, records: &mut Records, id: u32, left: u32, state: State) -> u32 {
         let hot = &mut records[id];
-        let (next, stream, addr) = (hot.next, hot.stream, hot.addr);
+        let (next, stream, addr, state) = (hot.next, hot.stream, hot.addr, hot.state);
         let more = hot.granules - left;
         hot.granules = left;
         let right = records.make(self.id, state, addr + u64::from(left) * GRANULE, more);
@@ -325,6 +347,8 @@ impl Space {
             records[next].prev = right;
         }
         records[id].next = right;
+        let cold = records.cold_mut(right);
+        (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
         right
     }
 
@@ -463,15 +487,8 @@ impl Space {
     /// busy until it becomes a block, because the lock may be released before.
     pub(crate) fn carve(&mut self, records: &mut Records, id: u32, granules: u32) {
         self.delist(records, id);
-        let cold = records.cold_mut(id);
-        let (uses, owner, freed) = (std::mem::take(&mut cold.uses), cold.owner, cold.freed);
-        let hot = &mut records[id];
-        hot.state = State::Busy;
-        if hot.granules > granules {
-            let rest = self.part(records, id, granules, State::Free);
-            let cold = records.cold_mut(rest);
-            (cold.uses, cold.owner, cold.freed) = (uses, owner, freed);
-            self.enlist(records, rest);
+        if let Some(rest) = cut(records, id, granules) {
+            self.enlist(records, rest.id);
         }
     }
 

@@ -235,10 +235,22 @@ impl Heap {
         requested: u64,
         home: &'static StreamCache,
     ) -> Grant {
-        self.make_live(id, stream, requested);
+        let hot = &mut self.extents.records[id];
+        hot.state = Extent::Used;
+        hot.stream = stream;
+        hot.generation = hot.generation.wrapping_add(1) | 1;
+        let hot = *hot;
+        let (bytes, small) = (hot.bytes(), hot.space != SpaceId::Large);
+        let cold = self.extents.records.cold_mut(id);
+        cold.requested = requested;
+        cold.owner = stream;
+        self.streams[stream].live += 1;
+        self.extents.lookup.insert(hot.addr, id);
+        self.prepare_peaks(bytes, requested);
+        self.stats.born(small, bytes, requested);
+        self.update_peaks();
         self.recorder
             .record_allocation(&self.streams, &mut self.extents.records, id);
-        let hot = &self.extents.records[id];
         let life = (id, hot.generation);
         Grant::large(home, hot.addr, life, (hot.granules, requested))
     }
@@ -255,30 +267,11 @@ impl Heap {
         let mut grant = self.grant(id, want.stream, want.requested, cache);
         if self.rules.caches() {
             // A block of a request with constraints is not cached, because another request would get a different place.
-            let granules = self.extents.records[id].granules;
-            let again = self.caches.predictor.allocated(id, granules);
+            let again = self.caches.predictor.allocated(id, grant.granules());
             let cached = plain && (again || self.caches.contention > 0);
             grant.set_cached(cached && self.put_in_cache(id, cache));
         }
         grant
-    }
-
-    /// Turns a taken extent into a live block of the user.
-    pub(crate) fn make_live(&mut self, id: u32, stream: u32, requested: u64) {
-        let hot = &mut self.extents.records[id];
-        hot.state = Extent::Used;
-        hot.stream = stream;
-        hot.generation = hot.generation.wrapping_add(1) | 1;
-        let (addr, bytes) = (hot.addr, hot.bytes());
-        let small = hot.space != SpaceId::Large;
-        let cold = self.extents.records.cold_mut(id);
-        cold.requested = requested;
-        cold.owner = stream;
-        self.streams[stream].live += 1;
-        self.extents.lookup.insert(addr, id);
-        self.prepare_peaks(bytes, requested);
-        self.stats.born(small, bytes, requested);
-        self.update_peaks();
     }
 
     /// Called before a large block is counted: if the block may raise a peak, free blocks leave the large-block caches
@@ -445,7 +438,7 @@ impl Heap {
             .release_own(&mut self.extents.records, id, last, freed);
         let slot = &mut self.streams[stream];
         slot.live -= 1;
-        if self.streams.several() {
+        if self.streams.several() || !self.extents.large.merge_own {
             return match self.streams.count_use(stream, bytes) {
                 true => PlainFree::Full(stream),
                 false => PlainFree::Done,
