@@ -287,8 +287,7 @@ impl<'a> Reclaim<'a> {
 
     /// Decides whether memory is scarce for a request that no ready memory serves, and counts the active bytes for it.
     fn choose_regime(&mut self, heap: &mut Heap, want: &Want) {
-        let missing = growth::missing(heap, want).unwrap_or(0);
-        let held = heap.counted() + missing;
+        let held = heap.counted() + growth::missing(heap, want).unwrap_or(0);
         self.regime = heap.physical.choose_regime(held).or(self.regime);
         heap.streams.unmarked_bytes = heap.physical.unmarked_bytes(heap.held());
         // With `waits=always`, memory pending on other streams serves the request after a wait.

@@ -5,7 +5,6 @@ use crate::allocator::extent::index::{Entry, FreeIndex};
 use crate::allocator::extent::record::{COMPLETE, MIXED, SpaceId};
 use crate::allocator::stats::Stats;
 use crate::allocator::stream::Streams;
-use crate::allocator::stream::slot::StreamKey;
 use crate::driver::Device;
 use crate::error::Error;
 
@@ -74,14 +73,6 @@ impl Streams {
 }
 
 impl Streams {
-    /// Returns the full batches without a marker, of the wanted streams.
-    pub(crate) fn full_batches(&self, wanted: impl Fn(u32) -> bool) -> Vec<(u32, StreamKey)> {
-        let full = self.full.iter().copied();
-        full.filter(|stream| wanted(*stream))
-            .map(|stream| (stream, self[stream].key))
-            .collect()
-    }
-
     /// Whether the stream of a block was retired, or is about to be. Blocks of graph pools have no stream here.
     pub(crate) fn is_unnamed(&self, stream: u32) -> bool {
         stream != COMPLETE && !self[stream].named

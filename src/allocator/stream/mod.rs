@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod batch;
 mod complete;
 mod events;
 pub(crate) mod finder;
@@ -28,19 +29,15 @@ pub(crate) mod slot;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::driver::{Context, Event, Stream, process};
+use crate::driver::{Context, Event, Stream};
 
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::uses::Use;
 use crate::allocator::stream::poll::{Outcome, Poll};
 use crate::allocator::stream::slot::{
-    AfterFree, BACKOFF, BATCH_FREES, Batch, EAGER_BATCHES, Holder, Marker, Slot, StreamKey,
-    is_per_thread,
+    AfterFree, BACKOFF, Batch, EAGER_BATCHES, Holder, Marker, Slot, StreamKey, is_per_thread,
 };
 use crate::error::{Error, StreamMisuse};
-
-/// A stream with more incomplete markers has a backlog: a nearly idle one completes its last few within microseconds.
-const FEW_MARKERS: usize = 8;
 
 /// With more streams, idle streams of the caller are forgotten, and work for each stream is divided among calls.
 pub(crate) const MANY_STREAMS: usize = 64;
@@ -119,15 +116,6 @@ impl Streams {
     /// Number of streams that are not inactive.
     fn active(&self) -> usize {
         self.in_use - self.inactive
-    }
-
-    /// Lists the full batches that needed no marker while there was only one stream.
-    fn list_deferred_batches(&mut self) {
-        if self.active() == 2 {
-            for stream in self.slots() {
-                self.list_full(stream);
-            }
-        }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -321,28 +309,6 @@ impl Streams {
         newest.is_some_and(|marker| marker.bound >= u.ticket)
     }
 
-    /// Closes the open batch of a stream: later frees get a later ticket, so a marker recorded after this covers
-    /// everything up to the bound. `StreamCaches::close_batch` also updates the caches.
-    pub(crate) fn close_batch(&mut self, stream: u32) -> Batch {
-        let slot = &mut self.slots[stream as usize];
-        let bound = slot.open;
-        slot.open += 1;
-        let uses = std::mem::take(&mut slot.open_uses);
-        let bytes = std::mem::take(&mut slot.open_bytes);
-        slot.eager_batches = slot.eager_batches.saturating_sub(1);
-        if slot.listed {
-            self.unlist(stream);
-        }
-        let slot = &self.slots[stream as usize];
-        Batch {
-            stream,
-            bound,
-            row: Arc::clone(&slot.row),
-            uses,
-            bytes,
-        }
-    }
-
     /// Publishes a marker that was recorded after its batch had been closed. Returns an event that no marker needs any
     /// more: this one, or that of the marker that it replaces.
     #[must_use = "an event must not be destroyed under the lock"]
@@ -407,81 +373,6 @@ impl Streams {
 
     pub(crate) fn has_no_markers(&self) -> bool {
         self.incomplete == 0
-    }
-
-    /// Counts a use under the open ticket of a stream. Returns whether the batch should get its marker now.
-    #[inline]
-    pub(crate) fn count_use(&mut self, stream: u32, bytes: u64) -> bool {
-        self.note_call(stream);
-        let slot = &mut self.slots[stream as usize];
-        slot.open_uses = slot.open_uses.saturating_add(1);
-        slot.open_bytes += bytes;
-        if !self.several() || !self.is_full(stream) {
-            return false;
-        }
-        let slot = &self.slots[stream as usize];
-        let waits = slot.eager_batches == 0 && slot.holder.is_lasting();
-        // If streams may be capturing, the owner's free records the marker, not a later query of another stream.
-        if waits && !self.eager_markers && process::is_unwatched() {
-            self.list(stream);
-            return false;
-        }
-        true
-    }
-
-    /// Lists a closed batch again whose marker was not recorded.
-    pub(crate) fn list_again(&mut self, stream: u32) {
-        let slot = &mut self.slots[stream as usize];
-        slot.open_uses = slot.open_uses.max(BATCH_FREES);
-        self.list_full(stream);
-    }
-
-    /// Records that a marker of the stream was incomplete when queried.
-    pub(crate) fn note_backlog(&mut self, stream: u32) {
-        let slot = &mut self.slots[stream as usize];
-        if slot.markers.len() > FEW_MARKERS {
-            slot.eager_batches = EAGER_BATCHES;
-        }
-    }
-
-    /// Whether the open batch of a stream should get its marker. Bytes without a marker cost the other streams memory
-    /// rather than time, so on a stream that can be marked at any time they may be a share of the memory.
-    fn is_full(&self, stream: u32) -> bool {
-        let slot = &self.slots[stream as usize];
-        let share = slot.open_bytes.saturating_mul(self.active() as u64);
-        let may_wait = slot.holder.is_lasting() && slot.open_uses < BATCH_FREES;
-        slot.is_full() && !(may_wait && share < self.unmarked_bytes)
-    }
-
-    pub(crate) fn list_full(&mut self, stream: u32) {
-        if self.is_full(stream) {
-            self.list(stream);
-        }
-    }
-
-    /// Lists every batch that is large enough for a marker, although the share of [`unmarked_bytes`] is not used up.
-    ///
-    /// [`unmarked_bytes`]: Self::unmarked_bytes
-    pub(crate) fn list_unmarked(&mut self) {
-        for stream in self.slots() {
-            if self.slots[stream as usize].is_full() {
-                self.list(stream);
-            }
-        }
-    }
-
-    fn list(&mut self, stream: u32) {
-        let slot = &mut self.slots[stream as usize];
-        let kept = slot.in_use && slot.holder.is_lasting() && !slot.is_unusable();
-        if kept && !slot.listed {
-            slot.listed = true;
-            self.full.push(stream);
-        }
-    }
-
-    fn unlist(&mut self, stream: u32) {
-        self.slots[stream as usize].listed = false;
-        self.full.retain(|listed| *listed != stream);
     }
 
     /// Records that a wait of one stream for a marker of another was queued.
