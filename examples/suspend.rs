@@ -121,7 +121,7 @@ fn others_between(context: &Context, plan: &Plan, simulated: bool) -> Outcome {
     let stream = allocator.create_stream()?;
     let bytes = plan.kept.clamp(64 * MIB, GIB);
     let kept = allocator.allocate(bytes, &stream)?;
-    // A cache, whose contents nobody needs again.
+    // A cache, whose contents are not needed again.
     let pool = allocator.graph_pool_for("cache")?;
     let scope = pool.enter(Scope::Thread)?;
     let lost = allocator.allocate(plan.bytes, &stream)?;
@@ -131,7 +131,7 @@ fn others_between(context: &Context, plan: &Plan, simulated: bool) -> Outcome {
     unsafe { stream.memset(kept.ptr(), 0x5a, bytes) }?;
     let (mut up, mut down) = (Times::default(), Times::default());
     for _ in 0..plan.others {
-        // SAFETY: nobody uses the memory.
+        // SAFETY: no work uses the memory.
         down.of(|| unsafe { allocator.suspend(Select::Allocator, keep.clone()) })?;
         let mut other = std::process::Command::new(std::env::current_exe()?);
         other.arg(TAKE).args(simulated.then_some("--sim"));
@@ -145,7 +145,7 @@ fn others_between(context: &Context, plan: &Plan, simulated: bool) -> Outcome {
         down.median(),
         up.median()
     );
-    // SAFETY: nobody uses the memory.
+    // SAFETY: no work uses the memory.
     let done = unsafe { allocator.suspend(Select::Allocator, keep) }?;
     let second = Allocator::with_config(context, Config::new().policy(Policy::Packed))?;
     let room = context.mem_info()?.free as usize;
@@ -218,7 +218,7 @@ fn bare(context: &Context, plan: &Plan) -> Outcome {
         })?;
         down.of(|| -> Outcome {
             for n in 0..count {
-                // SAFETY: nobody uses it.
+                // SAFETY: no work uses it.
                 unsafe { entered.mem_unmap(at(n), plan.handle) }?;
             }
             for handle in handles {
@@ -250,7 +250,7 @@ fn dropped(context: &Context, plan: &Plan) -> Outcome {
     let mut handles = 0;
     for _ in 0..plan.rounds {
         let before = context.mem_info()?.free;
-        // SAFETY: nobody uses the memory.
+        // SAFETY: no work uses the memory.
         let done = down.of(|| unsafe { allocator.suspend(Select::Allocator, Contents::Drop) })?;
         handles = done.handles;
         assert!(context.mem_info()?.free >= before + done.bytes);
@@ -286,7 +286,7 @@ fn kept(context: &Context, plan: &Plan) -> Outcome {
     );
     for round in 0..=plan.rounds {
         let (mut up, mut down) = (Times::default(), Times::default());
-        // SAFETY: nobody uses the memory.
+        // SAFETY: no work uses the memory.
         down.of(|| unsafe { allocator.suspend(Select::Allocator, Contents::Pinned) })?;
         up.of(|| allocator.resume(Select::Allocator))?;
         let (down, up) = (down.median(), up.median());

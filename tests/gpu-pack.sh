@@ -30,7 +30,7 @@ for program in $(grep '/deps/' <<<"$programs"); do
     [ -e "$out/tests/$name" ] && name=$name-2
     install -s "$program" "$out/tests/$name"
 done
-# Programs over the C library, as somebody would build them who has it installed.
+# Programs over the C library, built as with an installed library.
 cargo build -q --release -p cualloc-capi
 mkdir -p "$out/tests/c"
 install -s "${CARGO_TARGET_DIR:-target}/release/libcualloc_capi.so" "$out/tests/c/libcualloc.so.0.1"

@@ -341,7 +341,7 @@ def sorting(browser):
 
 
 def pace(browser):
-    """Milliseconds of 60 steps of zoom, the slowest of 19 in 20, drawn without a GPU; nobody judges them."""
+    """Milliseconds of 60 steps of zoom, the slowest of 19 in 20, drawn without a GPU; they are not checked."""
     times = browser.value("""(() => { const times = []; __view.view(0, 1e9);
         for (let n = 0; n < 60; n++) { const begin = performance.now(); __view.zoom(n < 30 ? 0.8 : 1.25, __view.state.row);
             document.getElementById('bands').getContext('2d').getImageData(0, 0, 1, 1);

@@ -29,7 +29,7 @@ class memory_resource {
     explicit memory_resource(cualloc_t* of) noexcept : handle_(of) {}
 
     /* Over the allocator that all parts of the process share for a device (cualloc_shared). It is never destroyed, and
-     * nobody need retire streams there. Throws as cualloc::check does. */
+     * callers need not retire streams there. Throws as cualloc::check does. */
     static memory_resource shared(std::int32_t device = 0) {
         cualloc_t* made = nullptr;
         check(cualloc_shared(device, &made));

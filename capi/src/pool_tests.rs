@@ -145,7 +145,7 @@ fn a_predicate_ends_with_its_scope_its_pool_or_its_allocator() {
     assert_eq!(ended(), [1, 0, 0, 0]);
     assert_eq!(cualloc_pool_release(pools[0]), CUALLOC_OK);
     assert_eq!(ended(), [1, 1, 0, 0]);
-    // Where it is not entered nobody is told of an end.
+    // If the scope was not entered, no end is reported.
     let refused = enter(pools[0], &scope(CUALLOC_SCOPE_WHEN, &asked[3]));
     assert_eq!((refused, ended()), ((CUALLOC_CLOSED, 0), [1, 1, 0, 0]));
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
@@ -232,7 +232,7 @@ fn leaving_a_scope_waits_for_threads_in_its_predicate() {
     request(allocator);
     assert!(
         !looked_at.asked.load(Ordering::Relaxed),
-        "nobody asks it any more"
+        "the filter is not called any more"
     );
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
 }
@@ -241,7 +241,7 @@ fn leaving_a_scope_waits_for_threads_in_its_predicate() {
 const A_STREAM: usize = 64;
 
 fn abandon(number: u64, stream: usize) -> i32 {
-    // SAFETY: nobody looks at the stream.
+    // SAFETY: no call uses the stream.
     unsafe { cualloc_torch_pool_abandon(number, stream as *mut c_void) }
 }
 
@@ -273,7 +273,7 @@ pub(crate) fn torch_begin(id: cualloc_torch_pool_id_t, asked: &Asked) -> u64 {
 }
 
 fn state(number: u64, stream: usize) -> i32 {
-    // SAFETY: nobody looks at the stream.
+    // SAFETY: no call uses the stream.
     unsafe { cualloc_torch_pool_state(number, stream as *mut c_void) }
 }
 
@@ -438,7 +438,7 @@ unsafe extern "C" fn requests(data: *mut c_void) {
     // SAFETY: it outlives the scope.
     let requests = unsafe { &*data.cast::<Requests>() };
     let mut out = 0;
-    // SAFETY: the pointer is to a local, and nobody uses the block.
+    // SAFETY: the pointer is to a local, and no work uses the block.
     unsafe {
         let code = cualloc_alloc(requests.allocator, 1 << 20, null_mut(), &mut out);
         requests.code.store(code, Ordering::Relaxed);
@@ -571,7 +571,7 @@ fn a_tag_selects_its_pools() {
     assert_eq!(resume(weights), (CUALLOC_OK, kept));
     assert_eq!(resume(weights), (CUALLOC_SUSPENDED, 0));
     assert_eq!(resume(cache), (CUALLOC_OK, 2 * kept));
-    for wrong in [c"nobody's".as_ptr(), c"\xff".as_ptr(), std::ptr::null()] {
+    for wrong in [c"unknown".as_ptr(), c"\xff".as_ptr(), std::ptr::null()] {
         let refused = (CUALLOC_INVALID_ARGUMENT, 0);
         assert_eq!((suspend(wrong, 0), resume(wrong)), (refused, refused));
     }

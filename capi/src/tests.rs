@@ -112,7 +112,7 @@ fn the_current_context_is_the_one_of_null() {
     simulator.take_reports();
 }
 
-/// The driver gives the handle of a context that is gone to a new one, which is nobody's business here.
+/// The driver reuses the handle of a destroyed context for a new one, which must not matter here.
 #[test]
 fn a_context_with_the_handle_of_a_dead_one_is_left_alone() {
     let (_one, simulator, driver) = world();
@@ -278,7 +278,7 @@ fn streams_are_adopted_captured_and_retired() {
         assert_eq!(
             cualloc_retire_stream(allocator, handle(&first)),
             CUALLOC_OK,
-            "nobody knows it"
+            "the pointer is unknown"
         );
         assert_eq!(cualloc_adopt_stream(allocator, handle(&first)), CUALLOC_OK);
         let (code, ptr) = alloc(allocator, 1 << 20, first.raw());

@@ -113,7 +113,7 @@ def retired_stream():
 
 
 def forgotten_stream():
-    """The same where nobody says that the stream goes."""
+    """The same without a retirement of the stream."""
     torch, ours = installed()
     cuda, handle = runtime(), ctypes.c_void_p()
     torch.zeros(1, device="cuda")

@@ -191,7 +191,7 @@ def out_of_memory_has_the_words_of_pytorch():
         assert part in said, said
     assert "Others hold" not in said, said
     assert torch._C._cuda_memoryStats(0)["num_ooms"] == 1
-    # Somebody else on the device.
+    # Another user of the device.
     others, handle = driver(), ctypes.c_uint64()
     assert others.cuMemAlloc_v2(ctypes.byref(handle), ctypes.c_size_t(70 << 30)) == 0
     said = text(2 << 30)[0]
@@ -232,7 +232,7 @@ def streams_of_pytorch_are_adopted_and_others_are_not():
     call["set_record_stream_fn"](kept[2], foreign)
     for block, handle in zip(kept, (mine, foreign, None)):
         call["free"](block, 1 << 20, 0, handle)
-    # Its owner destroys it, and nobody touches it any more.
+    # Its owner destroys it, and no call uses it any more.
     assert simulated.cuStreamDestroy_v2(ctypes.c_void_p(foreign)) == 0
     live = [call["alloc"](((turn * 7919) % 4096 + 1) * 1024, 0, mine if turn % 2 else None) for turn in range(2000)]
     assert len(set(live)) == 2000 and all(live)
@@ -507,7 +507,7 @@ def captures_that_fail_leave_nothing(**contract):
     call["free"](kept, LAYER, 0, at.mine)
     hooked.reset()
     assert ours.graph_pool(hooked.id) is None
-    # The graph object is gone, and nobody asks its filter.
+    # The graph object is destroyed, and its filter is not called.
     del made, inner, hooked
     assert call["alloc"](LAYER, 0, at.other) and at.filters() == 0
     ours.check()
@@ -681,7 +681,7 @@ def tags_sleep_and_wake():
         before = free()
         assert ours.sleep(keep=keep, pinned=turn != 1) == 4 * LAYER
         assert free() - before == 3 * LAYER and ours.stats()["graph_pools"] == 0
-        # What sleeps already goes on sleeping, and nobody gets its memory.
+        # Suspended memory stays suspended, and serves no request.
         assert ours.sleep("weights") == 0
         with ours.tag("cache"):
             assert tried(LAYER, 0, at.mine)[:2] == (None, _library.SUSPENDED)

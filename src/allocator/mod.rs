@@ -16,11 +16,11 @@
 //! - All metadata is behind one lock (`heap`), except for the caches. Driver calls, hooks and log lines run without it
 //!   (`engine`): a call claims what it works on, and restores it if the driver fails.
 //!
-//! `api` has the public types. `calls` allocates, frees and closes, with `reclaim` where memory is short. `engine` holds
-//! the lock and records, polls and waits for markers; the driver calls of a feature are in its folder (`graph/run`,
-//! `suspend/run`, `debug/run`). `heap` composes `extent`, `stream`, `physical`, `view`, `cache`, `graph`, `suspend`,
-//! `guard` and `recording`; `plan` prepares growth, stitches and releases over it, and `inspect` reports and checks it.
-//! The guide's page on architecture follows an allocation and a free through them.
+//! `api` has the public types. `calls` allocates, frees and closes, with `reclaim` where memory is short. `engine`
+//! holds the lock and records, polls and waits for markers; the driver calls of a feature are in its folder
+//! (`graph/run`, `suspend/run`, `debug/run`). `heap` composes `extent`, `stream`, `physical`, `view`, `cache`, `graph`,
+//! `suspend`, `guard` and `recording`; `plan` prepares growth, stitches and releases over it, and `inspect` reports and
+//! checks it. The guide's page on architecture follows an allocation and a free through them.
 
 pub(crate) mod api;
 pub(crate) mod cache;

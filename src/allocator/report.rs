@@ -95,8 +95,9 @@ impl SelfTest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Regime {
-    /// Memory grows in few and large handles, up to 3 % (with several streams 5 %) above the peak of active bytes, before
-    /// free memory is stitched. Requests wait for other streams only with [`Waits::Always`](crate::allocator::Waits::Always).
+    /// Memory grows in few and large handles, up to 3 % (with several streams 5 %) above the peak of active bytes,
+    /// before free memory is stitched. Requests wait for other streams only with
+    /// [`Waits::Always`](crate::allocator::Waits::Always).
     #[default]
     Plentiful,
     /// Memory grows in small handles, up to 1 % above the peak of live bytes, before free memory is stitched.

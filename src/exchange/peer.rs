@@ -10,13 +10,11 @@ use crate::sync::{capture, order};
 /// The consumer's work must come after the producer's, and the memory must not be reused before that work is complete,
 /// although the consumer may release the memory while the work is still queued. Each kind of peer ensures both:
 ///
-/// | | an export | an import | |---|---|---| | [`on`](Self::on) a stream | the stream waits for the tensor's; the
-/// memory is reused after all work submitted to the stream before the release | the importing stream waits for it; when
-/// the tensor is dropped, it waits for the tensor's streams | | [`starting_on`](Self::starting_on) a stream | the
-/// stream waits for the tensor's; the last release waits on the host for all work of the two contexts | the importing
-/// stream waits for it; the drop waits for the tensor's streams on the host | | [`ordered`](Self::ordered) | nothing is
-/// queued; the last release waits on the host for all work of the context | nothing is queued; the drop waits as above
-/// |
+/// | peer | an export | an import |
+/// |---|---|---|
+/// | [`on`](Self::on) a stream | the stream waits for the tensor's streams; the memory is reused after all work submitted to it before the release | the stream waits for the tensor; the drop waits for the tensor's streams |
+/// | [`starting_on`](Self::starting_on) a stream | the stream waits for the tensor's streams; the last release waits on the host for all work of the two contexts | the stream waits for the tensor; the drop waits on the host for the tensor's streams |
+/// | [`ordered`](Self::ordered) | nothing is queued; the last release waits on the host for all work of the context | nothing is queued; the drop waits on the host for the tensor's streams |
 ///
 /// `Send` and `Sync`.
 #[derive(Debug, Clone)]

@@ -30,6 +30,7 @@
 
 mod address;
 mod args;
+#[macro_use]
 mod call;
 mod clocks;
 mod config;

@@ -59,7 +59,7 @@ macro_rules! table {
         }
     };
 }
-crate::sim_driver_functions!(table);
+sim_driver_functions!(table);
 
 /// The table whose functions reach the simulator in `slot`.
 pub(super) fn functions(slot: usize) -> CuFunctions {

@@ -459,7 +459,7 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
         allocator.empty_cache().unwrap();
         compare(&allocator, "cache empty");
         rig.close(&allocator);
-        // So many that the heap has no longer free memory beside them.
+        // Enough blocks to leave the heap without a longer free piece.
         let full = rig.limited(2 * MIB);
         let next = || full.allocate(8 * KIB, &streams[0]).ok();
         let mut blocks: Vec<Option<Block>> = std::iter::from_fn(next).map(Some).collect();

@@ -1,5 +1,5 @@
-//! Large blocks that are freed and requested again immediately: they stay with their stream cache, and nobody
-//! else sees a difference.
+//! Large blocks that are freed and requested again immediately: they stay in their stream's cache, and no
+//! statistic, report or other stream shows a difference.
 
 use crate::common::prelude::*;
 use cualloc::allocator::{BlockState, Counter, PoolStats};

@@ -297,7 +297,7 @@ fn refused_waits_leave_the_callers_memory_alone() {
             [3; 4096],
             "the values are those of the call"
         );
-        // Freed with the copy under way, the memory is nobody else's before it is over.
+        // Memory that is freed during the copy serves no other request until the copy is complete.
         refuse_all();
         unseen(&buffer.copy_to_slice(&mut target).unwrap_err());
         sim.clear_failures();

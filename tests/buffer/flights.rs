@@ -130,7 +130,7 @@ fn s4_23_s4_9_a_copy_is_reported() {
 }
 
 /// S4.9: what a callback dropped is destroyed with the last object of its context at the latest, also where the
-/// context is somebody else's; and if that went in the callback, with the next one.
+/// context belongs to other code; and if that went in the callback, with the next one.
 #[test]
 fn s4_9_deferred_destroys_run_with_the_last_object_of_a_context() {
     let sim = Simulator::new(SimConfig::default()).unwrap();

@@ -222,7 +222,7 @@ fn foreign_work_without_order_is_a_race() {
         let next = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();
         assert_eq!(next.as_device_ptr(), ptr);
         assert!(races());
-        // Nobody but this test knows of that work, so nobody else waits for it.
+        // Only this test knows of that work, so no other code waits for it.
         other.synchronize().unwrap();
         drop(next);
         sim.set_mode(Mode::Instant);

@@ -193,7 +193,7 @@ fn streams_that_use_memory_without_records_are_waited_for() {
         sim.complete_all();
         assert_eq!(sim.take_reports(), []);
         drop(next);
-        // Without a word about it nobody can wait.
+        // A use that was not recorded cannot be waited for.
         let (_, buffer) = use_of(|_, _| ());
         drop(buffer);
         let next = DeviceBuffer::<u8>::zeroed(alloc, 4096, &home).unwrap();

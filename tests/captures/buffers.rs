@@ -63,7 +63,7 @@ fn a_stream_that_captures_leases_nothing() {
     });
 }
 
-/// D4: dropped instead, the memory is nobody's before the operation is over, and is not lost.
+/// D4: if the buffer is dropped instead, the memory serves no request until the operation is complete, and is not lost.
 #[test]
 fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
     each_with_interludes(|rig, sim| {
@@ -99,7 +99,7 @@ fn freed_behind_the_capture<T>(rig: &Rig, make: impl Fn(&Allocator, &Stream) -> 
         one_block_is_live(&allocator);
     });
     rig.close(&allocator);
-    // Nobody is left who could close it.
+    // No handle is left that could close it.
     let allocator = rig.allocator();
     let made = make(&allocator, &home);
     allocator.retire(&home).unwrap();

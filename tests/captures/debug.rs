@@ -168,7 +168,7 @@ fn memory_of_a_graph_is_neither_filled_nor_called_a_leak() {
     });
 }
 
-/// Captures of others, which nobody tells of.
+/// Captures by other code, which are not announced.
 #[test]
 fn debug_modes_invalidate_no_unknown_capture() {
     each_simulated(|rig, _| {

@@ -109,7 +109,7 @@ fn emptying_a_cache_invalidates_no_unknown_capture() {
     });
 }
 
-/// Between the opening of a scope and the first request of its capture nobody can know of the capture.
+/// Between the opening of a scope and the first request of its capture, the allocator cannot know of the capture.
 #[test]
 fn an_emptied_cache_waits_for_no_context_while_a_scope_waits_for_captures() {
     only(Policy::Packed, |rig| {
@@ -201,7 +201,7 @@ fn the_next_wait_detects_the_end_of_an_adopted_streams_capture() {
         let refused = allocator.raw_allocate(4 * MIB, stream.raw());
         assert_matches!(refused, Err(Error::Capturing { .. }));
         assert_eq!(end(rig, stream.raw())(), sys::CUresult::CUDA_SUCCESS);
-        // Nobody was told of it yet, and nobody is.
+        // No call has reported it so far, and none does.
         allocator.synchronize().unwrap();
         allocator.raw_retire(stream.raw()).unwrap();
     });

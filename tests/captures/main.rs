@@ -76,7 +76,7 @@ fn r38_no_wait_for_a_context_while_a_raw_stream_captures() {
             assert_matches!(refused, Err(Error::Capturing { .. }));
         };
         captured(rig, capturing.raw(), || {
-            // Nobody may ask the stream, so what was found is good for one refusal.
+            // The stream must not be queried, so the finding is good for one refusal.
             found();
             assert_matches!(allocator.synchronize(), Err(Error::Capturing { .. }));
             found();

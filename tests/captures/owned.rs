@@ -1,4 +1,4 @@
-//! Blocks of resources that nobody can name any more go back later where they cannot at once.
+//! Blocks of dropped resources are freed later if they cannot be freed immediately.
 
 use crate::common::capturing::*;
 use crate::common::prelude::*;

@@ -118,7 +118,7 @@ fn d4_a_captured_marker_is_dropped_when_it_is_queried() {
 }
 
 /// A block that was freed while its stream, which is held up, writes to it, and another stream that the
-/// allocator knows. Nobody has room for a second block.
+/// allocator knows. There is no room for a second block.
 struct InUse<'a> {
     allocator: Allocator,
     streams: [Stream; 2],
@@ -370,7 +370,7 @@ fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
         sim.fail(FailPlan::call("cuEventQuery", code).unwrap());
         assert!(allocator.trim(0).unwrap().pending > 0);
         assert_eq!(sim.clear_failures(), 0);
-        // Nobody waits for it until it is answered.
+        // No call waits for it until it is answered.
         drop(allocator.allocate(3 * MIB, &b).unwrap());
         drop(hold);
         rig.settle(&a);
@@ -386,11 +386,15 @@ fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
             sim.fail(FailPlan::call(call, code).unwrap().times(1000));
         }
         allocator.close().unwrap();
-        assert_eq!(sim.clear_failures(), 2, "nobody asks on and on");
+        assert_eq!(
+            sim.clear_failures(),
+            2,
+            "the query is not repeated without end"
+        );
     });
 }
 
-/// A capture that is about to begin when somebody asks its stream is looked out for all the same: also where the answer
+/// A capture that begins right after a query of its stream is still noticed: also where the answer
 /// came before it began and is noted after it.
 #[test]
 fn d4_a_capture_that_begins_beside_a_question_is_looked_out_for() {

@@ -123,7 +123,7 @@ impl<'a> Crossing<'a> {
             let Some((ptr, bytes)) = thread.live.pop_front() else {
                 break;
             };
-            // SAFETY: the block is live, and nobody gives it work from here on.
+            // SAFETY: the block is live, and no work uses it from here on.
             counted(&mut || unsafe { allocator.free_raw(ptr) }.map(|()| 0))?;
             operations += 1;
             thread.bytes -= bytes;
@@ -157,7 +157,7 @@ impl<'a> Crossing<'a> {
         done.map_err(|code| format!("no work was submitted: {code:?}").into())
     }
 
-    /// Calls of the driver by name, questions that nobody else counts among them.
+    /// Calls of the driver by name, including queries that nothing else counts.
     pub fn calls(&self) -> BTreeMap<&'static str, u64> {
         let calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         calls.clone()

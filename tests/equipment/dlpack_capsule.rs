@@ -215,7 +215,7 @@ pub unsafe extern "C" fn capsule_column_rows(column: *const Tensor) -> u64 {
     unsafe { &*column }.shape()[0] as u64
 }
 
-/// 1 if the memory is somebody else's, 0 if it is a block of the session's.
+/// 1 if the memory belongs to another allocator, 0 if it is a block of the session's.
 ///
 /// # Safety
 /// `column` is a column.
@@ -308,7 +308,7 @@ pub unsafe extern "C" fn capsule_import(
     }))
 }
 
-/// Deletes a tensor that nobody consumed.
+/// Deletes a tensor without a consumer.
 ///
 /// # Safety
 /// As [`capsule_import`].

@@ -6,7 +6,7 @@
 //!
 //! does as much as is needed to warm up, then COUNT operations more. The difference of two runs with
 //! different counts is what the operations between them cost. For pairs it also writes `calls N`: how often the
-//! driver was called, questions that nobody else counts among them.
+//! driver was called, including queries that nothing else counts.
 
 #[path = "crossing.rs"]
 mod crossing;
@@ -139,7 +139,7 @@ fn run(work: &str, count: usize) -> Result<(), Failure> {
         "typed_pool" => pair(sim, &typed(allocator, streams), count)?,
         _ => return Err("there is no such work".into()),
     }
-    // Nothing is closed: live blocks go with the process, and nobody counts their frees.
+    // Nothing is closed: live blocks end with the process, and their frees are not counted.
     std::process::exit(0)
 }
 
@@ -309,7 +309,7 @@ fn replay(allocator: &Allocator, stream: &Stream, times: usize) -> Result<(), Fa
     Ok(())
 }
 
-/// A stream that somebody else made, who never destroys it.
+/// A stream of other code, which never destroys it.
 fn foreign(context: &Context) -> Result<Stream, Failure> {
     let entered = context.enter()?;
     let create = entered.driver().functions().cuStreamCreate;
@@ -326,7 +326,7 @@ fn foreign(context: &Context) -> Result<Stream, Failure> {
 const MODE: sys::CUstreamCaptureMode =
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 
-/// Begins a capture that nobody ends.
+/// Begins a capture that is never ended.
 fn begin(stream: &Stream) -> Result<(), Failure> {
     Ok(stream.begin_capture(MODE)?)
 }
@@ -353,7 +353,7 @@ fn capture_and_end(allocator: &Allocator) -> Result<(), Failure> {
             return Err("no capture was begun".into());
         }
         if allocator.allocate(1 << 20, &streams[1]).is_ok() {
-            return Err("nobody noticed a capture".into());
+            return Err("the allocator did not notice a capture".into());
         }
         if end(raw, &mut graph) != sys::CUresult::CUDA_SUCCESS {
             return Err("no capture was ended".into());

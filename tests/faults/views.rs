@@ -31,14 +31,19 @@ fn viewed(w: &mut World, pieces: usize) {
     w.settle();
 }
 
-/// A view over two of the free parts, with a block that another stream uses, which is busy.
-fn used_view(w: &mut World) {
+/// A view over two of the free parts, with a block that is recorded on another stream.
+fn shared_view(w: &mut World) {
     scattered(w, 2, 0);
     w.settle();
     w.put(TWO, 0);
     w.stream();
     w.record(4, 1);
     w.settle();
+}
+
+/// A [shared view](shared_view) whose other stream is busy.
+fn used_view(w: &mut World) {
+    shared_view(w);
     w.sim.busy(w.streams[1].raw(), 1000).unwrap();
 }
 
@@ -152,12 +157,7 @@ pub fn scenarios() -> Vec<Scenario> {
         }),
         scattered_case("host wait for a view in use", |w| w.take(100, 0))
             .after(|w| {
-                scattered(w, 2, 0);
-                w.settle();
-                w.put(TWO, 0);
-                w.stream();
-                w.record(4, 1);
-                w.settle();
+                shared_view(w);
                 w.work(4, 1);
                 w.free(4).unwrap();
             })

@@ -495,7 +495,7 @@ fn no_two_uses_of_memory_meet_in_random_captures() {
 
 /// Graphs that are not launched have no visible effect: here the judge alone detects errors.
 #[test]
-fn captures_that_nobody_launches_are_judged_by_the_calls_alone() {
+fn captures_that_are_not_launched_are_judged_by_the_calls_alone() {
     for seed in 1..=10 {
         let seen = program(seed, false);
         assert!(on_cuda() || seen.judged > 100, "seed {seed}: {seen:?}");

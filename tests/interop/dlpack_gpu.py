@@ -66,7 +66,7 @@ class Library:
             function.restype, function.argtypes = result, arguments
             setattr(self, name + "_", function)
 
-        # A capsule that nobody consumed still owns its tensor.
+        # A capsule without a consumer still owns its tensor.
         def drop(capsule):
             for name, versioned in ((LEGACY, 0), (VERSIONED, 1)):
                 if capsule_is_valid(capsule, name):
@@ -322,7 +322,7 @@ def there_and_back(session, them):
 
 
 def unused_capsule(session):
-    """A capsule that nobody consumes frees by its destructor; one that we take back is ours."""
+    """A capsule without a consumer is freed by its destructor; one that is imported again belongs to the importer."""
     for form in (LEGACY, VERSIONED):
         column = session.column(numbers(1000))
         column.form = form

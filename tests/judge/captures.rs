@@ -152,7 +152,7 @@ impl World {
         }
     }
 
-    /// No call spoilt a capture, but for those that nobody can keep from it: a question or wait that was on its
+    /// No call spoilt a capture, except unavoidable ones: a query or wait that was on its
     /// way when the capture began, and a wait for the context while a stream captures of which the allocator
     /// knows no more than its handle.
     pub fn spares_captures(&mut self) -> Done {

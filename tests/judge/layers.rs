@@ -22,7 +22,7 @@ pub enum Layered {
     Pooled(DeviceBuffer<u32>),
     Lease(DeviceBuffer<MaybeUninit<u8>>),
     Resource(RawBlock, Ordered),
-    /// Lent to somebody who works on its stream.
+    /// Lent to a user who works on its stream.
     Legacy(Dlpack<DLManagedTensor>),
     Versioned(Dlpack<DLManagedTensorVersioned>),
     /// Not the allocator's: the judge hears nothing of it, and the simulator alone judges its uses.
@@ -418,7 +418,7 @@ impl World {
         }
     }
 
-    /// Somebody gets hold of the memory behind a block, or of a pool, as another process would.
+    /// Exports the memory behind a block, or of a pool, as for another process.
     #[cfg(unix)]
     fn share(&mut self, a: u32, rng: &mut Rng) -> Done {
         use std::os::fd::AsFd;

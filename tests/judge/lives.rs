@@ -130,7 +130,7 @@ impl World {
             return Ok(());
         }
         drop(stashed);
-        // Without a handle nobody can retire streams of a context that somebody else destroys.
+        // Without a handle, streams of a context that other code destroys cannot be retired.
         let known = |lane: &Lane| lane.raw_in.contains(&slot) || lane.owned_in.contains(&slot);
         let mut lanes = self.lanes.iter();
         if lanes.any(|lane| lane.alive && self.places[lane.place].foreign && known(lane)) {

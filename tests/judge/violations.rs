@@ -385,10 +385,10 @@ fn a_graph_built_by_nodes_keeps_all_of_a_retained_pool() {
     log.fine();
 }
 
-/// The driver's word, by a user object, is that the launches are over.
+/// The driver reports the end of the launches through a user object.
 #[test]
 fn the_end_of_a_user_object_is_the_end_of_launches() {
-    for told in [true, false] {
+    for reported in [true, false] {
         let mut log = Log::new();
         log.begin(0);
         log.layer(A, 0);
@@ -399,11 +399,11 @@ fn the_end_of_a_user_object_is_the_end_of_launches() {
         log.launch(2);
         log.0.graph_destroyed(raw(GRAPH));
         log.0.exec_destroyed(raw(EXEC));
-        if told {
+        if reported {
             log.0.object_over(7);
         }
         log.0.unmapped("cuMemUnmap", A, 16 * MIB);
-        log.fine_if(told, "graph 0x77 may touch");
+        log.fine_if(reported, "graph 0x77 may touch");
     }
 }
 

@@ -205,7 +205,7 @@ impl World {
         });
     }
 
-    /// A context of somebody else on a device.
+    /// A context of other code on a device.
     pub fn add_context(&mut self, device: usize) -> Result<(), Box<dyn std::error::Error>> {
         let raw = self.sim.create_context(device).ok_or("no such device")?;
         // SAFETY: live until `LeaveContext`, after which nothing made of it is used.

@@ -268,7 +268,7 @@ fn pages_of_an_idle_stream_are_given_back_before_a_request_fails() {
     replay(setup, &calls);
 }
 
-/// A refused call beside a large block that nobody holds and that stays with its stream cache.
+/// A refused call beside a free large block that stays in its stream cache.
 #[test]
 fn refused_calls_beside_a_large_cache_change_nothing() {
     let pair: [Call; 2] = [|m| m.allocate(Want::of(0, 2 << 20)), |m| m.free(1, false)];

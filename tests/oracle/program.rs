@@ -73,7 +73,7 @@ pub type Step = super::common::program::Step<Act>;
 /// A malformed request to free.
 #[derive(Clone, Copy, Debug)]
 pub enum Bad {
-    /// An address of nobody.
+    /// An address outside the allocator.
     Foreign,
     /// An address inside a live block.
     Interior,

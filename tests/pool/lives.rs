@@ -40,7 +40,7 @@ fn s2_10_the_last_buffer_ends_its_pool() {
         fill(&rig.context, large.as_device_ptr(), 1 << 20, &stream);
         drop(large);
         assert!(rig.driver_held().is_none_or(|held| held == 0));
-        assert_eq!(stream.holders(), 1, "nobody else is left");
+        assert_eq!(stream.holders(), 1, "no other holder is left");
     });
 }
 

@@ -70,7 +70,7 @@ fn s4_6_s4_25_initial_buffers_are_there() {
     });
 }
 
-/// While another call looks at a block that came back, nobody says that there is none: it is waited for.
+/// While another call examines a returned block, a request waits for it instead of reporting that there is none.
 #[test]
 fn a_block_that_is_looked_at_is_waited_for() {
     with_pool(SMALL.initial(1).maximum(1), |rig, pool| {

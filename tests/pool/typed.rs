@@ -459,7 +459,7 @@ fn s2_19_the_cap_is_honoured() {
         for _ in 0..4 {
             drop(DeviceBuffer::<u8>::uninit(&pool, 256 * MIB, &stream).unwrap());
             pool.allocator().synchronize().unwrap();
-            // Nobody asks for it.
+            // No request follows.
             drop(DeviceBuffer::<u8>::uninit(&pool, 1, &stream).unwrap());
             assert!(cached(&pool) <= 64 << 20);
         }

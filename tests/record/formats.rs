@@ -233,7 +233,7 @@ fn pickles_of_other_programs_are_read_and_never_executed() {
         assert_eq!(snapshot.devices(), 2);
         let trace = snapshot.to_trace("golden", 0).unwrap();
         assert_eq!(trace.contexts(), ["outer,most;a.py:1:f"]);
-        assert_eq!(trace.context_of(0), None, "nobody knows whose it was");
+        assert_eq!(trace.context_of(0), None, "the context is unknown");
         assert!((1..4).all(|id| trace.context_of(id) == Some(0)));
         assert_eq!(rows(&trace), expected, "{name}");
         assert_eq!(snapshot.to_trace("golden", 1).unwrap().rows(), []);

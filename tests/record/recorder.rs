@@ -71,7 +71,7 @@ fn every_entry_point_of_an_allocation_and_of_a_free_is_recorded_once() {
             says(Action::Allocate, block.ptr(), bytes);
             says(Action::Free, block.ptr(), bytes);
             block.free().unwrap();
-            // SAFETY: the stream is alive, and nobody uses the memory.
+            // SAFETY: the stream is alive, and no other work uses the memory.
             unsafe {
                 let ptr = allocator.allocate_raw(bytes, stream.raw()).unwrap();
                 says(Action::Allocate, ptr, bytes);

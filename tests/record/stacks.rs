@@ -334,7 +334,7 @@ fn a_source_reports_the_place_in_the_program() {
     assert_eq!(found.live, 5);
     assert_eq!(found.live_bytes, sizes.iter().sum::<usize>() as u64);
     assert_eq!(asked.load(Ordering::Relaxed), 5);
-    // Without stacks nobody is asked.
+    // Without stacks the source is not called.
     let recorder = Recorder::start(Target::Memory).unwrap();
     drop(allocator.allocate(2 * MIB, &stream).unwrap());
     let recording = recorder.read().unwrap();

@@ -420,7 +420,7 @@ static void *requests(void *stream) {
     return 0;
 }
 
-static void nobody_is_in_a_predicate_that_was_left(void *stream) {
+static void a_predicate_that_was_left_is_not_entered(void *stream) {
     pthread_t threads[THREADS];
     cualloc_scope_t scope = scope_of(CUALLOC_SCOPE_WHEN);
     int i, round;
@@ -477,7 +477,7 @@ int main(int argc, char **argv) {
     scopes_by_predicate(stream, other);
     wrong_arguments();
     other_threads();
-    nobody_is_in_a_predicate_that_was_left(other);
+    a_predicate_that_was_left_is_not_entered(other);
     EXPECT(CUALLOC_OK, cualloc_retire_stream(gpu, stream));
     EXPECT(CUALLOC_OK, cualloc_retire_stream(gpu, other));
     CHECK(destroy_stream(stream) == 0 && destroy_stream(other) == 0);

@@ -86,7 +86,7 @@ int main(int count, char **arguments) {
     CHECK(stats.reserved.current == 0);
     EXPECT(CUALLOC_OK, cualloc_check(shared));
 
-    /* Nobody should, and who does gets an answer. */
+    /* A program should not call this; if it does, it gets an error. */
     EXPECT(CUALLOC_OK, cualloc_destroy(shared));
     CHECK(cualloc_torch_alloc(512, 0, 0) == 0);
     EXPECT(CUALLOC_CLOSED, cualloc_last_code());

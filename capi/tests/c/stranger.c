@@ -1,4 +1,4 @@
-/* What somebody writes who has the header alone and believes nothing in it: every function with null, foreign, freed,
+/* A program that has the header alone and tests all of it: every function with null, foreign, freed,
  * stale and huge arguments, from 8 threads, of which half have no current context. First what the header says of each
  * of them, to the code; then chance.
  *
@@ -152,7 +152,7 @@ static void wrong_handles(void) {
     }
     cualloc_options_free(0);
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_options_set(0, "limit", "1G"));
-    /* Nobody has harmed them. */
+    /* They are unharmed. */
     IS(CUALLOC_OK, cualloc_options_set(live_options, "limit", "1G"));
     IS(CUALLOC_OK, cualloc_check(common));
 }
@@ -381,7 +381,7 @@ static void pools(cualloc_t *own, cualloc_pool_t *other, void *stream) {
     IS(CUALLOC_OK, cualloc_pool_leave(asked.pool, scope));
     CHECK(asked.done == 1);
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_pool_leave(asked.pool, scope));
-    /* One that nobody leaves, and a memory that sleeps. */
+    /* A scope that is never left, and suspended memory. */
     IS(CUALLOC_OK, cualloc_pool_enter(asked.pool, &which, &again));
     CHECK(again != scope);
     IS(CUALLOC_INVALID_ARGUMENT, cualloc_suspend(own, -1, 0, 0, &again));

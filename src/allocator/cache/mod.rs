@@ -270,8 +270,8 @@ impl StreamCaches {
         self.in_large_caches.load(Ordering::Relaxed) > 0
     }
 
-    /// [`have_large`](Self::have_large), or true where it is false: a large-block cache holds only the provisional
-    /// block unless there was contention.
+    /// Whether a large-block cache may hold a block: without contention it holds the provisional block at most. Cheaper
+    /// than [`have_large`](Self::have_large), which is exact.
     #[inline]
     pub(crate) fn may_have_large(&self) -> bool {
         self.provisional.is_some() || self.contention > 0

@@ -11,8 +11,8 @@ impl StreamCaches {
     /// Raises the peaks to the current values, with all stream caches locked, and divides the room below the peaks
     /// among the busy stream caches.
     ///
-    /// Returns the free blocks of the large-block caches, which the heap frees: they are not part of the peak, and none of
-    /// them may be allocated again without a check of the peak.
+    /// Returns the free blocks of the large-block caches, which the heap frees: they are not part of the peak, and none
+    /// of them may be allocated again without a check of the peak.
     #[must_use]
     pub(crate) fn raise_peaks(
         &mut self,
@@ -171,8 +171,8 @@ impl StreamCaches {
         stats.caches = locked.len() as u64;
     }
 
-    /// Stops the stream caches if no block is live, in graph pools either, and no call is in progress. Otherwise returns the number and bytes
-    /// of live blocks.
+    /// Stops the stream caches if no block is live, in graph pools either, and no call is in progress. Otherwise
+    /// returns the number and bytes of live blocks.
     pub(crate) fn shut(
         &self,
         stats: &Stats,

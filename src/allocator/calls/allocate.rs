@@ -127,25 +127,10 @@ impl Engine {
         request: &Checked,
     ) -> Result<Grant, Error> {
         if !self.is_fast() || self.unretired || self.deferred.load(Ordering::Relaxed) {
-            return self.allocate_checked(named, request);
+            return allocate_checked(self, named, request);
         }
         self.refuse_capture(named)?;
         self.allocate_locked(named, request)
-    }
-
-    /// [`allocate_missed`](Self::allocate_missed) where a call has to do more before it locks the heap.
-    #[cold]
-    #[inline(never)]
-    fn allocate_checked(&self, named: &Named<'_>, request: &Checked) -> Result<Grant, Error> {
-        if let Some(debug) = &self.debug {
-            return debug.allocate(self, named, request);
-        }
-        if !self.is_fast()
-            && let Some(grant) = allocate::allocate(self, named, request, false)?
-        {
-            return Ok(grant);
-        }
-        self.allocate_in_heap(named, request)
     }
 
     /// Allocates for a request that belongs to no graph pool.
@@ -194,7 +179,7 @@ impl Engine {
         named: &Named<'_>,
         request: &Checked,
     ) -> Result<Grant, Error> {
-        let made = self.allocate_with_room(heap, named, request);
+        let made = obtain_grant(self, heap, named, request);
         if process::is_recording()
             && let Err(Error::OutOfMemory(refused)) = &made
         {
@@ -203,45 +188,6 @@ impl Engine {
             heap.recorder.record_refusal(&heap.streams, refused, stream);
         }
         made
-    }
-
-    fn allocate_with_room<'a>(
-        &'a self,
-        heap: Guard<'a>,
-        named: &Named<'_>,
-        request: &Checked,
-    ) -> Result<Grant, Error> {
-        heap.ensure_serving()?;
-        let (mut heap, call) = begin(self, heap, named, request.requested)?;
-        let (stream, cache) = (call.stream, call.cache);
-        let (mut heap, grant) = match self.small_request(request) {
-            Some(small) => match obtain_small(self, heap, stream, cache, small) {
-                // At a limit, memory of the other arena is better than a failure.
-                Err(Error::OutOfMemory(refusal)) => {
-                    left_over(self, &request.want(SpaceId::Large, stream), cache)
-                        .ok_or(Error::OutOfMemory(refusal))?
-                }
-                obtained => obtained?,
-            },
-            None => {
-                let want = heap.want(request, stream);
-                let contended = heap.contended;
-                heap.prepare_large_request(cache, contended);
-                let heap = run::record_due_markers(self, heap, stream);
-                let (mut heap, id, missed) = run::obtain(self, heap, &want)?;
-                if missed {
-                    heap.stats.misses += 1;
-                } else {
-                    heap.stats.hits += 1;
-                }
-                let grant = heap.hand_out(id, &want, cache, request.is_plain());
-                (heap, grant)
-            }
-        };
-        call.end(&mut heap);
-        drop(heap);
-        idle::release_if_due(self);
-        Ok(grant)
     }
 
     /// Allocates from memory that the stream may use without a wait: at the first free address of `near`, or else by
@@ -311,6 +257,61 @@ impl Engine {
     }
 
     // ---- small blocks ------------------------------------------------------------------------
+}
+
+/// [`Engine::allocate_missed`] where a call has to do more before it locks the heap.
+#[cold]
+#[inline(never)]
+fn allocate_checked(engine: &Engine, named: &Named<'_>, request: &Checked) -> Result<Grant, Error> {
+    if let Some(debug) = &engine.debug {
+        return debug.allocate(engine, named, request);
+    }
+    if !engine.is_fast()
+        && let Some(grant) = allocate::allocate(engine, named, request, false)?
+    {
+        return Ok(grant);
+    }
+    engine.allocate_in_heap(named, request)
+}
+
+/// Obtains a block for a request that no ready memory could serve.
+fn obtain_grant<'a>(
+    engine: &'a Engine,
+    heap: Guard<'a>,
+    named: &Named<'_>,
+    request: &Checked,
+) -> Result<Grant, Error> {
+    heap.ensure_serving()?;
+    let (mut heap, call) = begin(engine, heap, named, request.requested)?;
+    let (stream, cache) = (call.stream, call.cache);
+    let (mut heap, grant) = match engine.small_request(request) {
+        Some(small) => match obtain_small(engine, heap, stream, cache, small) {
+            // At a limit, memory of the other arena is better than a failure.
+            Err(Error::OutOfMemory(refusal)) => {
+                left_over(engine, &request.want(SpaceId::Large, stream), cache)
+                    .ok_or(Error::OutOfMemory(refusal))?
+            }
+            obtained => obtained?,
+        },
+        None => {
+            let want = heap.want(request, stream);
+            let contended = heap.contended;
+            heap.prepare_large_request(cache, contended);
+            let heap = run::record_due_markers(engine, heap, stream);
+            let (mut heap, id, missed) = run::obtain(engine, heap, &want)?;
+            if missed {
+                heap.stats.misses += 1;
+            } else {
+                heap.stats.hits += 1;
+            }
+            let grant = heap.hand_out(id, &want, cache, request.is_plain());
+            (heap, grant)
+        }
+    };
+    call.end(&mut heap);
+    drop(heap);
+    idle::release_if_due(engine);
+    Ok(grant)
 }
 
 /// Begins an allocation of `bytes`, and registers its stream if that is new.

@@ -134,8 +134,8 @@ impl Engine {
         made
     }
 
-    /// Allocates from the caches of the stream what the fast path could not serve, if that needs no driver call: a small
-    /// block from a stream cache, or a large one from its large-block cache.
+    /// Allocates from the caches of the stream what the fast path could not serve, if that needs no driver call: a
+    /// small block from a stream cache, or a large one from its large-block cache.
     #[inline(never)]
     pub(crate) fn hit_slow(&self, key: u64, bytes: usize, missed: Missed) -> Option<Grant> {
         if !self.is_fast() {

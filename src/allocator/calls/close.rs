@@ -23,7 +23,7 @@ use crate::nvtx::{self, Category};
 use crate::sync::capture::{is_of_capture, is_void_wait};
 
 /// Name of the holder that keeps an allocator open while graphs may use memory of its pools.
-const GRAPH: &str = "graph";
+pub(crate) const GRAPH: &str = "graph";
 
 /// Releases unused memory until no more than `keep` bytes of it are held. It waits only in order to close orphaned
 /// allocators.

@@ -542,9 +542,11 @@ impl Engine {
         }
         match close::close(self) {
             Ok(()) | Err(Error::Guarded { .. } | Error::Closed) => {}
-            // The remaining blocks may belong to a stream that is capturing.
-            Err(Error::InUse { .. })
-                if self.deferred.load(Ordering::Relaxed) || self.lock().graphs.are_leased() =>
+            // The remaining blocks may belong to a stream that is capturing. Graphs may have ended since the close looked.
+            Err(Error::InUse { what, .. })
+                if what == close::GRAPH
+                    || self.deferred.load(Ordering::Relaxed)
+                    || self.lock().graphs.are_leased() =>
             {
                 orphans::outlive_capture(self);
             }

@@ -256,8 +256,9 @@ impl Engine {
 
     /// Waits on the host for one marker.
     ///
-    /// # Errors The driver's error if the marker was invalid ([`is_void_wait`](crate::sync::capture::is_void_wait));
-    /// then it has been removed.
+    /// # Errors
+    /// The driver's error if the marker was invalid ([`is_void_wait`](crate::sync::capture::is_void_wait)); then it has
+    /// been removed.
     pub(crate) fn host_wait(
         &self,
         stream: u32,

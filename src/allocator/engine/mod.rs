@@ -10,7 +10,6 @@ pub(crate) mod decay;
 pub(crate) mod device;
 pub(crate) mod hooks;
 pub(crate) mod idle;
-pub(crate) mod large_cache;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
@@ -349,21 +348,7 @@ impl Engine {
     pub(crate) fn usable(&self) -> Result<(), Error> {
         match self.is_past_use() {
             false => Ok(()),
-            true => self.refuse_use(),
-        }
-    }
-
-    #[cold]
-    fn refuse_use(&self) -> Result<(), Error> {
-        if self.driver().is_forked_child() {
-            return Err(Error::ForkedChild);
-        }
-        if self.driver().is_exiting() {
-            return Err(Error::Exiting);
-        }
-        match self.lost.get() {
-            Some(error) => Err(Error::ContextLost(*error)),
-            None => Ok(()),
+            true => check_use(self),
         }
     }
 
@@ -488,5 +473,20 @@ mod tests {
         assert!(sim.destroy_context(raw));
         let lost = allocator.engine().error(gone);
         assert!(matches!(lost, Error::ContextLost(_)), "{lost}");
+    }
+}
+
+/// [`Engine::usable`] where the allocator may not be.
+#[cold]
+fn check_use(engine: &Engine) -> Result<(), Error> {
+    if engine.driver().is_forked_child() {
+        return Err(Error::ForkedChild);
+    }
+    if engine.driver().is_exiting() {
+        return Err(Error::Exiting);
+    }
+    match engine.lost.get() {
+        Some(error) => Err(Error::ContextLost(*error)),
+        None => Ok(()),
     }
 }

@@ -87,11 +87,10 @@ impl Space {
 
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
-    use crate::Block;
     use crate::allocator::extent::record::SpaceId;
     use crate::allocator::extent::uses::Uses;
     use crate::allocator::tests::{Outcome, Rig};
-    use crate::allocator::{Config, Policy};
+    use crate::allocator::{Block, Config, Policy};
 
     /// S1.6: if free pieces of another class exist, one of them may be the best fit.
     #[test]

@@ -282,7 +282,7 @@ impl Heap {
 
 #[cfg(all(test, feature = "sim", not(loom)))]
 mod tests {
-    use crate::allocator::engine::large_cache::tests::contended;
+    use crate::allocator::heap::large_cache::tests::contended;
 
     /// Some threads free blocks into large-block caches and allocate them again while another thread raises the peaks.
     #[test]

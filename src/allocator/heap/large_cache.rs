@@ -1,4 +1,11 @@
-//! Blocks in large-block caches: how they enter and leave the large-block cache of a stream cache.
+//! The heap's part of the large-block caches: which large blocks are in them, and how they return.
+//!
+//! The heap does not see what a stream cache does with the blocks in its large-block cache. A caller that needs more
+//! about a large block than its address takes the block out first, and a request that no ready memory can serve takes
+//! out every block that is free.
+
+#[cfg(all(test, feature = "sim", not(loom)))]
+pub(crate) mod tests;
 
 use std::sync::atomic::Ordering;
 

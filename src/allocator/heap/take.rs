@@ -204,9 +204,9 @@ impl Heap {
         })
     }
 
-    /// Takes ready memory for a large request, whose stream is given by its key and, with `has_object`, by an object that
-    /// can keep it alive; `known` is the stream cache that the thread uses for it. Returns `None` if any other step has
-    /// to come first; then nothing has changed that reclaim would not change.
+    /// Takes ready memory for a large request, whose stream is given by its key and, with `has_object`, by an object
+    /// that can keep it alive; `known` is the stream cache that the thread uses for it. Returns `None` if any other
+    /// step has to come first; then nothing has changed that reclaim would not change.
     #[inline]
     pub(crate) fn take_ready(
         &mut self,

@@ -4,7 +4,8 @@
 //! again. Driver calls happen without the lock; the memory that they work on is claimed before, so that no other call
 //! can use it, and restored if they fail.
 //!
-//! Callers have to consider that the lock may have been released in between. Only `calls/allocate.rs` calls this module.
+//! Callers have to consider that the lock may have been released in between. Only `calls/allocate.rs` calls this
+//! module.
 
 use crate::allocator::engine::contexts;
 use crate::allocator::engine::device;

@@ -9,8 +9,8 @@ use crate::driver::Device;
 use crate::error::Error;
 
 impl Streams {
-    /// Removes completed uses from at most `most` pieces that are pending on one stream alone, or on several. Returns the
-    /// number of pieces with a completed use.
+    /// Removes completed uses from at most `most` pieces that are pending on one stream alone, or on several. Returns
+    /// the number of pieces with a completed use.
     pub(crate) fn complete_pieces(
         &self,
         extents: &mut Extents,

@@ -10,8 +10,8 @@
 use crate::allocator::stream::Streams;
 use crate::allocator::stream::slot::Slot;
 
-/// A stream becomes inactive after this number of large requests of other streams without a call that names it or frees its
-/// memory.
+/// A stream becomes inactive after this number of large requests of other streams without a call that names it or frees
+/// its memory.
 const INACTIVE_AFTER: u64 = 1024;
 /// Work left by a stream is completed after this number of large requests without a call for the stream, long before it
 /// becomes inactive.

@@ -343,7 +343,8 @@ impl Streams {
     }
 
     /// Records that the host observed a marker complete, and with it all tickets up to its bound, and everything that
-    /// the stream was ordered behind when it was recorded. Events that are no longer needed are [unused](Self::unused_events).
+    /// the stream was ordered behind when it was recorded. Events that are no longer needed are
+    /// [unused](Self::unused_events).
     pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {

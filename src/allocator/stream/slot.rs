@@ -128,8 +128,8 @@ pub(crate) struct Slot {
     /// Whether calls that name the stream find it here. It ends when its last marker is about to be recorded: later
     /// work counts as that of another stream.
     pub named: bool,
-    /// Whether the stream is inactive: the heap has no pending memory of it, and calls do not name it. The others behave as
-    /// if it did not exist. Its stream caches stay in use.
+    /// Whether the stream is inactive: the heap has no pending memory of it, and calls do not name it. The others
+    /// behave as if it did not exist. Its stream caches stay in use.
     pub(crate) inactive: bool,
     /// Whether the stream was registered on another device than the allocator's.
     pub(crate) other_device: bool,

@@ -60,8 +60,8 @@ fn tickets_of_a_slot_only_rise() -> Outcome {
     rig.end()
 }
 
-/// The last reference to a context may be that of a reused slot. The end of a context can call the driver, so the slot's
-/// context is set aside for a thread that no longer holds the heap's lock.
+/// The last reference to a context may be that of a reused slot. The end of a context can call the driver, so the
+/// slot's context is set aside for a thread that no longer holds the heap's lock.
 #[test]
 fn a_reused_slot_sets_its_context_aside() -> Outcome {
     let rig = Rig::new(packed())?;
@@ -84,8 +84,8 @@ fn large_requests(rig: &Rig, stream: &Stream, count: usize) -> Outcome {
     Ok(())
 }
 
-/// A stream that is idle for long, with all work complete, is inactive: the other stream is served as if it had always been
-/// alone, until the stream is named again or memory of it is freed.
+/// A stream that is idle for long, with all work complete, is inactive: the other stream is served as if it had always
+/// been alone, until the stream is named again or memory of it is freed.
 #[test]
 fn an_idle_stream_is_inactive_until_a_call_names_it() -> Outcome {
     for frees in [false, true] {
@@ -131,7 +131,8 @@ fn an_idle_stream_is_inactive_until_a_call_names_it() -> Outcome {
     Ok(())
 }
 
-/// A stream with a live block is retired while it is inactive: its memory serves others once its last marker is complete.
+/// A stream with a live block is retired while it is inactive: its memory serves others once its last marker is
+/// complete.
 #[test]
 fn retiring_an_inactive_stream_records_its_last_marker() -> Outcome {
     let rig = Rig::new(packed())?;

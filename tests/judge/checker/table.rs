@@ -371,7 +371,7 @@ unsafe extern "C" fn create_object(
         tracker.object(read(object), token);
     });
     if !made.get() {
-        // SAFETY: nobody has it.
+        // SAFETY: no other code has the handle.
         drop(unsafe { Box::from_raw(own) });
     }
     code

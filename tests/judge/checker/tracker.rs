@@ -143,7 +143,7 @@ pub struct Tracker {
     /// The same of launches.
     launched: Ranges,
     launched_at: Ranges,
-    /// Whose memory a handle's is: a graph pool's, or nobody's.
+    /// The graph pool that owns the memory of a handle, if one does.
     owners: HashMap<u64, Option<u64>>,
     live: BTreeMap<u64, Block>,
     /// Live blocks by physical bytes: end, address.

@@ -203,7 +203,7 @@ impl Scene<'_> {
             self.free_in(held);
             return Ok(());
         }
-        // One that is not of this capture is this graph's only if somebody says so.
+        // One that is not of this capture belongs to this graph only if a call says so.
         if !self.record(at, stream)? {
             return Ok(());
         }
@@ -285,7 +285,7 @@ impl Scene<'_> {
         self.depend(stream, &branch, true)
     }
 
-    /// A capture ends, with a graph or, if a stream was not joined or somebody spoilt it, without.
+    /// A capture ends, with a graph or, if a stream was not joined or the capture was invalidated, without.
     pub(super) fn end_capture(&mut self) -> Done {
         let at = self.rng.index(self.captures.len());
         let spoilt = self.rng.chance(6);

@@ -266,7 +266,7 @@ impl Scene<'_> {
         let number = [Some(self.groups[group].number)];
         self.checker.tracker().sleeps(&number);
         let select = Select::Pool(self.pool(group));
-        // SAFETY: nobody gives a device work that uses the memory until it is back.
+        // SAFETY: no work that uses the memory is submitted until it is restored.
         let result = unsafe { self.allocator.suspend(select, keep) };
         let asleep = self.allocator.is_suspended(select).map_err(text)?;
         self.groups[group].asleep = asleep;

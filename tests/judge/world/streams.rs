@@ -99,7 +99,7 @@ impl World {
         if needs && !self.retire_lane(lane)? {
             return Ok(());
         }
-        // Nobody may begin a capture on it from here on.
+        // No capture may begin on it from here on.
         table::nothing_inside();
         self.notice_begun();
         let it = &mut self.lanes[lane];
@@ -119,7 +119,7 @@ impl World {
         Ok(())
     }
 
-    /// Somebody else's context goes, after all of its streams were retired and destroyed.
+    /// A context of other code is destroyed, after all of its streams were retired and destroyed.
     pub(super) fn leave_context(&mut self) -> Done {
         let Some(place) = (0..self.places.len()).find(|&p| {
             let place = &self.places[p];

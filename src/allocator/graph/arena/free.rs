@@ -32,7 +32,8 @@ impl Best {
 }
 
 impl Arena {
-    /// Returns usable runs of free memory at home: start and end, ascending. The [recent block](Self::merge_recent) must have been merged.
+    /// Returns usable runs of free memory at home: start and end, ascending. The [recent block](Self::merge_recent)
+    /// must have been merged.
     pub(crate) fn runs(&self, usable: impl Fn(&Tag) -> bool) -> Vec<(u64, u64)> {
         debug_assert!(self.recent.is_none(), "free memory is among other");
         let mut runs: Vec<(u64, u64)> = Vec::new();

@@ -102,7 +102,7 @@ impl Tracker {
         parts
     }
 
-    /// Nobody else has the bytes of a block.
+    /// No other block has the bytes of a block.
     pub(super) fn judge_alone(&mut self, start: u64, (from, to): (u64, u64)) {
         let other = self.occupied.range(..to).next_back();
         if let Some((_, (end, address))) = other

@@ -8,7 +8,7 @@ use super::claims::Claim;
 use super::node_order::{Hand, Link, NodeOrder, Touch};
 use super::{Stamp, Tracker};
 
-/// Handles of graphs that nobody has shown yet.
+/// Handles of graphs that no call has named yet.
 const UNSEEN: u64 = 1 << 62;
 
 /// A stream in a capture.

@@ -63,7 +63,7 @@ impl Tracker {
         }
     }
 
-    /// Somebody who held these is gone.
+    /// A holder of these was dropped.
     pub(super) fn let_go(&mut self, claims: &[u64]) {
         for claim in claims {
             if let Some(claim) = self.claims.get_mut(claim) {
@@ -72,7 +72,7 @@ impl Tracker {
         }
     }
 
-    /// Forgets claims of which nobody makes use any more.
+    /// Forgets claims that are not used any more.
     fn review_claims(&mut self) {
         let seen = &self.seen;
         self.claims.retain(|_, claim| {

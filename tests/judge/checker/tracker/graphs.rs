@@ -165,7 +165,7 @@ impl Tracker {
         self.execs.insert(exec.0, exec.1);
     }
 
-    /// What a launch touches is there, is nobody else's, and nobody uses it at the same time.
+    /// The memory that a launch touches exists, belongs to no other owner, and is not in use elsewhere at the same time.
     fn judge_launch(&mut self, exec: &Exec, touch: &Touch, lane: usize) {
         let (start, end, graph) = (touch.start, touch.end, exec.graph);
         if !self.is_there(start, end) {

@@ -136,7 +136,7 @@ impl Tracker {
         }
     }
 
-    /// Addresses lose their memory: nobody may use them any more.
+    /// Addresses lose their memory: no work may use them any more.
     pub fn unmapped(&mut self, call: &str, start: u64, bytes: u64) {
         let end = start + bytes;
         if let Some((s, e)) = self.live_around(start, end)
