@@ -29,6 +29,7 @@ built=${CARGO_TARGET_DIR:-target}/${profile/dev/debug}
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 cp -r python/cualloc "$stage/cualloc"
+cp capi/include/cualloc.h "$stage/cualloc"
 rm -rf "$stage/cualloc/__pycache__"
 libraries=("$stage/cualloc/libcualloc.so" "$stage/cualloc/libcualloc_torch.so")
 

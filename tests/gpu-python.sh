@@ -101,6 +101,37 @@ sys.exit(1 if wrong else 0)
 END
 "$python" "$scratch/compare.py" "$scratch/figures" || failures=$((failures + 1))
 
+# What only the subclass of PyTorch's allocator class supports: the same values, and no more reserved. Compilers are
+# loaded for a while, so the two run side by side.
+for allocator in native cualloc; do
+    TORCHINDUCTOR_CACHE_DIR=$scratch/inductor-$allocator timeout 300 "$python" python/tests/gpu_subclass.py "$allocator" \
+        >"$logs/subclass-$allocator" 2>&1 </dev/null || touch "$scratch/subclass-$allocator.failed" &
+done
+wait
+for allocator in native cualloc; do
+    [ ! -e "$scratch/subclass-$allocator.failed" ] || failed "subclass-$allocator"
+    grep '^{"work"' "$logs/subclass-$allocator" >>"$scratch/subclass"
+done
+cat >"$scratch/compare_subclass.py" <<'END'
+import json, sys
+
+rows = {}
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    rows.setdefault(row["work"], {})[row["allocator"]] = row
+wrong = []
+for work, row in rows.items():
+    ours, native = row.get("cualloc", {}), row.get("native", {})
+    apart = {"allocator", "reserved_MiB", "step_ms", "check"}
+    other = [key for key in native if key not in apart and ours.get(key) != native[key]]
+    if not ours or not native or "error" in ours or "check" in ours or other:
+        wrong.append(f"{work}: {ours.get('error') or ours.get('check') or f'other than native: {other}'}")
+    print(f"{work:<18} reserved {ours.get('reserved_MiB')} MiB, native {native.get('reserved_MiB')}")
+print(*wrong, sep="\n")
+sys.exit(1 if wrong or not rows else 0)
+END
+"$python" "$scratch/compare_subclass.py" "$scratch/subclass" || failures=$((failures + 1))
+
 # CUDA graphs: the same values, and what is held at most no more than the best of PyTorch's own two ways. Peaks are
 # asked of the driver, so one runs after the other.
 for work in callables shared decode; do

@@ -20,7 +20,7 @@
  * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
  * together with a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 6
+#define CUALLOC_ABI_VERSION 7
 
 /**
  * Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
@@ -199,6 +199,36 @@
 #define CUALLOC_TORCH_POOL_GOES_ON 2
 
 /**
+ * State of a block: a caller owns it.
+ */
+#define CUALLOC_BLOCK_LIVE 0
+
+/**
+ * State of a block: free, and work in flight may still use it.
+ */
+#define CUALLOC_BLOCK_PENDING 1
+
+/**
+ * State of a block: free.
+ */
+#define CUALLOC_BLOCK_FREE 2
+
+/**
+ * State of a block: its bytes are part of a live block at another address.
+ */
+#define CUALLOC_BLOCK_ALIASED 3
+
+/**
+ * State of a block: a call of another thread works on it.
+ */
+#define CUALLOC_BLOCK_BUSY 4
+
+/**
+ * The blocks of a graph pool at some time. A handle, like cualloc_t.
+ */
+typedef struct cualloc_checkpoint_t cualloc_checkpoint_t;
+
+/**
  * Options for a new allocator. A handle, like cualloc_t.
  */
 typedef struct cualloc_options_t cualloc_options_t;
@@ -212,6 +242,12 @@ typedef struct cualloc_pool_t cualloc_pool_t;
  * An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
  */
 typedef struct cualloc_t cualloc_t;
+
+/**
+ * Called once for each block of a checkpoint, with the data of the call, the address of the block's first byte, and
+ * its size in bytes. It must not throw. It may call the library.
+ */
+typedef void (*cualloc_checkpoint_block_t)(void *data, uint64_t address, uint64_t bytes);
 
 /**
  * A quantity over time, in bytes or as a number, depending on the field.
@@ -464,6 +500,70 @@ typedef struct cualloc_torch_pool_id_t {
   uint64_t second;
 } cualloc_torch_pool_id_t;
 
+/**
+ * A segment of the driver, or a contiguous run of mapped handles. Later versions of the library add fields at the end.
+ */
+typedef struct cualloc_segment_t {
+  /**
+   * Address of the first byte.
+   */
+  uint64_t address;
+  /**
+   * Size in bytes.
+   */
+  uint64_t bytes;
+  /**
+   * Number of blocks, whose visits follow.
+   */
+  uint64_t blocks;
+  /**
+   * Whether it belongs to the small pool.
+   */
+  bool small;
+  /**
+   * Whether it is a second mapping of bytes of other segments, so that its size does not count as reserved. Only its
+   * live blocks are visited.
+   */
+  bool view;
+} cualloc_segment_t;
+
+/**
+ * Called for each segment, before its blocks. It must not throw. It may call the library.
+ */
+typedef void (*cualloc_visit_segment_t)(void *data, const struct cualloc_segment_t *segment);
+
+/**
+ * A block of a segment. Later versions of the library add fields at the end.
+ */
+typedef struct cualloc_block_t {
+  /**
+   * Address of the first byte.
+   */
+  uint64_t address;
+  /**
+   * Size in bytes.
+   */
+  uint64_t bytes;
+  /**
+   * Requested bytes; 0 unless it is live.
+   */
+  uint64_t requested;
+  /**
+   * The driver's id of the stream that owns it or owned it last; 0 if none is known.
+   */
+  uint64_t stream;
+  /**
+   * CUALLOC_BLOCK_LIVE, ...
+   */
+  int32_t state;
+} cualloc_block_t;
+
+/**
+ * Called for each block of the segment that was visited last, by ascending address. It must not throw. It may call the
+ * library.
+ */
+typedef void (*cualloc_visit_block_t)(void *data, const struct cualloc_block_t *block);
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -665,6 +765,65 @@ int32_t cualloc_base(struct cualloc_t *allocator,
                      uint64_t ptr,
                      uint64_t *base,
                      uint64_t *bytes);
+
+/**
+ * Creates a checkpoint of a graph pool: the blocks that are live in it now. cualloc_pool_restore returns to it.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out; CUALLOC_CLOSED for a pool that was released;
+ * CUALLOC_CONTEXT_LOST. *out is then null.
+ *
+ * May be called from any thread, also during a capture.
+ *
+ * The caller guarantees:
+ * `out` is null or writable.
+ */
+int32_t cualloc_pool_checkpoint(struct cualloc_pool_t *pool,
+                                struct cualloc_checkpoint_t **out);
+
+/**
+ * Calls a function for each block of a checkpoint, by ascending address.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null checkpoint or function; CUALLOC_CLOSED for a checkpoint that was freed;
+ * CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * May be called from any thread. No lock is held while the function runs.
+ *
+ * The caller guarantees:
+ * The function may be called with the data.
+ */
+int32_t cualloc_checkpoint_visit(const struct cualloc_checkpoint_t *checkpoint,
+                                 cualloc_checkpoint_block_t visit,
+                                 void *data);
+
+/**
+ * Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now and not in
+ * the checkpoint end: freeing one afterwards is an error that changes nothing. Blocks of the checkpoint that are not
+ * live now become live again, and are freed with cualloc_free. Checkpoints of a pool may be restored in any order and
+ * any number of times.
+ *
+ * Does not wait for device work: memory of blocks that end is reused after the work that uses it, as after a free.
+ *
+ * Errors: CUALLOC_BUSY while the pool is used by a capture in progress or grows for a request of another thread;
+ * CUALLOC_INVALID_ARGUMENT for a null pool or checkpoint, or a checkpoint of another pool or of memory that the pool
+ * has returned since; CUALLOC_CLOSED for a pool that was released or a checkpoint that was freed;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * Blocks that are live now but not in the checkpoint are used only by graphs that were captured with them.
+ */
+int32_t cualloc_pool_restore(struct cualloc_pool_t *pool,
+                             const struct cualloc_checkpoint_t *checkpoint);
+
+/**
+ * Frees a checkpoint. Blocks are not affected. Null is ignored.
+ *
+ * Errors: CUALLOC_CLOSED for a checkpoint that was freed before; CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * May be called from any thread.
+ */
+int32_t cualloc_checkpoint_free(struct cualloc_checkpoint_t *checkpoint);
 
 /**
  * Returns new, empty options to be freed with cualloc_options_free; null on failure.
@@ -1191,6 +1350,16 @@ void cualloc_torch_free(void *ptr,
                         void *_stream);
 
 /**
+ * Frees a block returned by cualloc_torch_alloc, of whichever device, and otherwise as cualloc_torch_free.
+ *
+ * May be called from any thread, with any current context.
+ *
+ * The caller guarantees:
+ * As cualloc_free.
+ */
+void cualloc_torch_delete(void *ptr);
+
+/**
  * PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA is initialised: loads the driver, so
  * that the first allocation finds it. If there is no driver, that allocation reports the error.
  *
@@ -1283,6 +1452,26 @@ int32_t cualloc_torch_pool_end(int32_t device,
 int32_t cualloc_torch_pool_release(int32_t device, struct cualloc_torch_pool_id_t id);
 
 /**
+ * PyTorch's hook when a program creates a pool (MemPool): counts one more use of the pool with this id, which is
+ * created if there is none. cualloc_torch_pool_release ends the use.
+ *
+ * Errors: as cualloc_create and cualloc_pool_create; then nothing was counted.
+ *
+ * May be called from any thread, with any current context.
+ */
+int32_t cualloc_torch_pool_retain(int32_t device,
+                                  struct cualloc_torch_pool_id_t id);
+
+/**
+ * Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such
+ * pool, and in a forked child.
+ *
+ * May be called from any thread.
+ */
+uint64_t cualloc_torch_pool_uses(int32_t device,
+                                 struct cualloc_torch_pool_id_t id);
+
+/**
  * Returns how often the calling thread has called cualloc_torch_pool_release. A layer above uses it to detect whether
  * a version of PyTorch releases the pool of a capture that failed.
  *
@@ -1343,13 +1532,44 @@ int32_t cualloc_torch_pool_abandon(uint64_t number,
                                    void *stream);
 
 /**
- * Returns the graph pool that currently belongs to PyTorch's pool with this id, for cualloc_pool_footprint; null if
- * there is none. PyTorch releases it.
+ * Returns the graph pool that currently belongs to PyTorch's pool with this id, for cualloc_pool_footprint,
+ * cualloc_pool_checkpoint and cualloc_pool_restore; null if there is none. PyTorch releases the pool.
  *
  * May be called from any thread.
  */
-struct cualloc_pool_t *cualloc_torch_pool(int32_t device,
-                                          struct cualloc_torch_pool_id_t id);
+struct cualloc_pool_t *cualloc_torch_pool(int32_t device, struct cualloc_torch_pool_id_t id);
+
+/**
+ * Calls a function for each segment of an allocator and another for each block of it, by ascending address, as they
+ * are at the time of the call. Memory of graph pools is not among them (cualloc_pool_visit).
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle or function; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST in a forked
+ * child.
+ *
+ * May be called from any thread. No lock is held while the functions run.
+ *
+ * The caller guarantees:
+ * The functions may be called with the data. What they receive is valid during that call.
+ */
+int32_t cualloc_visit(struct cualloc_t *allocator,
+                      cualloc_visit_segment_t segment,
+                      cualloc_visit_block_t block,
+                      void *data);
+
+/**
+ * Like cualloc_visit, for the memory of one graph pool.
+ *
+ * Errors: as cualloc_visit, and CUALLOC_CLOSED for a pool that was released.
+ *
+ * May be called from any thread. No lock is held while the functions run.
+ *
+ * The caller guarantees:
+ * As cualloc_visit.
+ */
+int32_t cualloc_pool_visit(struct cualloc_pool_t *pool,
+                           cualloc_visit_segment_t segment,
+                           cualloc_visit_block_t block,
+                           void *data);
 
 #ifdef __cplusplus
 }  // extern "C"

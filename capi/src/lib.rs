@@ -8,6 +8,7 @@
 mod barrier;
 mod blocks;
 mod calls;
+mod checkpoints;
 mod device;
 mod entry;
 mod handles;
@@ -26,12 +27,15 @@ mod tags;
 mod torch;
 mod torch_pools;
 mod torch_text;
+mod visit;
 
 use std::ffi::c_char;
 
 #[cfg(all(test, feature = "sim"))]
 mod tests;
 
+#[cfg(all(test, feature = "sim"))]
+mod checkpoint_tests;
 #[cfg(all(test, feature = "sim"))]
 mod pool_tests;
 #[cfg(all(test, target_os = "linux", target_env = "gnu"))]
@@ -42,6 +46,7 @@ mod watchdog;
 mod capture_tests;
 
 pub use blocks::*;
+pub use checkpoints::*;
 pub use life::*;
 pub use memory::*;
 pub use pools::*;
@@ -52,10 +57,11 @@ pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
 pub use suspend::*;
 pub use torch::*;
 pub use torch_pools::*;
+pub use visit::*;
 
 /// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
 /// together with a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 6;
+pub const CUALLOC_ABI_VERSION: u32 = 7;
 
 /// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());
@@ -65,6 +71,9 @@ pub struct cualloc_options_t(());
 
 /// A graph pool. A handle, like cualloc_t.
 pub struct cualloc_pool_t(());
+
+/// The blocks of a graph pool at some time. A handle, like cualloc_t.
+pub struct cualloc_checkpoint_t(());
 
 /// Returns the version of this library's interface: CUALLOC_ABI_VERSION of the header it was built with. A program
 /// compiled with a larger number may use functions that are missing here.

@@ -1,7 +1,7 @@
 //! One allocator for each device, shared by all parts of a process that cannot pass a handle to each other, and by
 //! libraries that do not know each other.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use cualloc::Allocator;
 use cualloc::held::{Locked, Mutex};
@@ -16,6 +16,9 @@ const DEVICES: usize = 128;
 
 /// The handles by device; 0 if not yet created.
 static MADE: [AtomicU64; DEVICES] = [const { AtomicU64::new(0) }; DEVICES];
+
+/// One more than the highest device that has an allocator.
+static END: AtomicUsize = AtomicUsize::new(0);
 
 /// The settings that shared allocators are created with.
 struct Settings {
@@ -63,7 +66,9 @@ pub(crate) fn made(device: i32) -> *mut cualloc_t {
 
 /// Returns all that have been created so far.
 pub(crate) fn all() -> impl Iterator<Item = *mut cualloc_t> {
-    let handles = MADE.iter().map(|made| made.load(Ordering::Acquire));
+    let end = END.load(Ordering::Acquire);
+    let handles = MADE.iter().take(end);
+    let handles = handles.map(|made| made.load(Ordering::Acquire));
     handles
         .filter(|&handle| handle != 0)
         .map(|handle| handle as *mut cualloc_t)
@@ -94,6 +99,8 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
         return Ok(known);
     }
     let made = handles::add(allocator)?;
+    // First, so that whoever gets memory of the allocator finds it.
+    END.fetch_max(device as usize + 1, Ordering::Release);
     place.store(made as u64, Ordering::Release);
     Ok(made)
 }

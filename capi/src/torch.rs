@@ -213,6 +213,29 @@ pub unsafe extern "C" fn cualloc_torch_free(
     }
 }
 
+/// Frees a block returned by cualloc_torch_alloc, of whichever device, and otherwise as cualloc_torch_free.
+///
+/// May be called from any thread, with any current context.
+///
+/// # Safety
+/// As cualloc_free.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_delete(ptr: *mut c_void) {
+    if ptr.is_null() {
+        return;
+    }
+    let address = ptr.addr() as u64;
+    let owns = |allocator: &Allocator| Ok(allocator.owns(address));
+    let mut allocators = shared::all().peekable();
+    while let Some(allocator) = allocators.next() {
+        // With one device there is nothing to search.
+        let found = allocators.peek().is_none() || handles::with(allocator, owns).unwrap_or(false);
+        if found {
+            return free(allocator, address);
+        }
+    }
+}
+
 /// PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA is initialised: loads the driver, so
 /// that the first allocation finds it. If there is no driver, that allocation reports the error.
 ///

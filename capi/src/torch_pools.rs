@@ -80,6 +80,25 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
     Ok(KNOWN.lock())
 }
 
+/// Counts one more use of a pool, which is created if there is none, and returns the pool's handle.
+fn count_use(name: Name) -> Result<u64, Failure> {
+    let allocator = shared::of(name.0)?;
+    if let Some(handle) = known()?.pools.get_mut(&name).map(Pool::begin) {
+        return Ok(handle);
+    }
+    let made = pool_table::add(allocator, None)? as u64;
+    let new = Pool {
+        handle: made,
+        begun: 0,
+    };
+    let handle = known()?.pools.entry(name).or_insert(new).begin();
+    if handle != made {
+        // Another thread was faster.
+        pool_table::release(made as *mut cualloc_pool_t)?;
+    }
+    Ok(handle)
+}
+
 /// PyTorch's hook before a capture (and for any other use of a pool): until cualloc_torch_pool_end, sends requests on
 /// those streams of a device that the predicate accepts to the pool with this id, which is created if there is none.
 /// Pools are graph pools of the device's shared allocator.
@@ -100,24 +119,8 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
     data: *mut c_void,
 ) -> i32 {
     call(|| {
-        let (name, allocator) = ((device, id), shared::of(device)?);
-        let known_pool = known()?.pools.get_mut(&name).map(Pool::begin);
-        let handle = match known_pool {
-            Some(handle) => handle,
-            None => {
-                let made = pool_table::add(allocator, None)? as u64;
-                let new = Pool {
-                    handle: made,
-                    begun: 0,
-                };
-                let handle = known()?.pools.entry(name).or_insert(new).begin();
-                if handle != made {
-                    // Another thread was faster.
-                    pool_table::release(made as *mut cualloc_pool_t)?;
-                }
-                handle
-            }
-        };
+        let name = (device, id);
+        let handle = count_use(name)?;
         let which = cualloc_scope_t {
             struct_size: size_of::<cualloc_scope_t>(),
             kind: CUALLOC_SCOPE_WHEN,
@@ -189,6 +192,29 @@ pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool
     call(|| {
         RELEASES.set(RELEASES.get() + 1);
         release((device, id))
+    })
+}
+
+/// PyTorch's hook when a program creates a pool (MemPool): counts one more use of the pool with this id, which is
+/// created if there is none. cualloc_torch_pool_release ends the use.
+///
+/// Errors: as cualloc_create and cualloc_pool_create; then nothing was counted.
+///
+/// May be called from any thread, with any current context.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_retain(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
+    call(|| count_use((device, id)).map(drop))
+}
+
+/// Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such
+/// pool, and in a forked child.
+///
+/// May be called from any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_pool_uses(device: i32, id: cualloc_torch_pool_id_t) -> u64 {
+    value(|| {
+        let uses = known()?.pools.get(&(device, id)).map(|pool| pool.begun);
+        Ok(uses.unwrap_or_default())
     })
 }
 
@@ -325,8 +351,8 @@ pub unsafe extern "C" fn cualloc_torch_pool_abandon(number: u64, stream: *mut c_
     })
 }
 
-/// Returns the graph pool that currently belongs to PyTorch's pool with this id, for cualloc_pool_footprint; null if
-/// there is none. PyTorch releases it.
+/// Returns the graph pool that currently belongs to PyTorch's pool with this id, for cualloc_pool_footprint,
+/// cualloc_pool_checkpoint and cualloc_pool_restore; null if there is none. PyTorch releases the pool.
 ///
 /// May be called from any thread.
 #[unsafe(no_mangle)]

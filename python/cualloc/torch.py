@@ -22,7 +22,7 @@ from cualloc import _library, record
 try:
     import torch
 
-    from cualloc import _torch_stats
+    from cualloc import _shim, _torch_stats
 except ModuleNotFoundError as error:
     raise _library.not_installed(error, "torch", "PyTorch") from None
 
@@ -37,17 +37,25 @@ _TYPE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so")
 _lock = threading.RLock()
 # Never freed: PyTorch calls these objects until the process ends.
 _current = None
+# Why there is no subclass.
+_why_pluggable = None
 _raises_own_error = False
 _takes_graphs = False
 _provider = None
 _adopted = set()
 
 
-def install(limit=None, config=None):
+def install(limit=None, config=None, subclass=None):
     """Makes cualloc the allocator of all CUDA memory of PyTorch, on every device.
 
     `limit` bounds the reserved memory of each device: bytes, "40G", "80%", or a fraction up to 1.0. `config` has the
     settings of CUALLOC_CONFIG, as its text or as a dictionary; settings given here override the environment variable.
+
+    cualloc is a subclass of PyTorch's allocator class where a library for the installed PyTorch exists or can be
+    compiled, which takes about half a minute once. Otherwise it uses PyTorch's pluggable interface, which does not
+    support all that the class does: `capabilities()` reports what works, and why. With `subclass=True` a missing
+    library raises RuntimeError; with `subclass=False` the pluggable interface is used, as it is where another module
+    has replaced `torch.cuda.memory.CUDAPluggableAllocator`, for example to measure each call.
 
     Call it before CUDA is used: PyTorch cannot replace an allocator that holds memory, and a late call raises
     RuntimeError. A second call changes nothing; with different settings it raises RuntimeError.
@@ -64,20 +72,45 @@ def install(limit=None, config=None):
         _library.configure(limit, config)
         if _current is not None:
             return
-        pluggable = _pluggable(_COMPANION, "cualloc_torch_alloc_or_throw")
-        torch.cuda.memory.change_current_allocator(pluggable)
-        _current = pluggable
-        _say_what_fails()
-        _redirect()
+        _current = _install_subclass(required=subclass is True) if subclass is not False else None
+        if _current is None:
+            pluggable = _pluggable(_COMPANION, "cualloc_torch_alloc_or_throw")
+            torch.cuda.memory.change_current_allocator(pluggable)
+            _current = pluggable
+            _say_what_fails()
+            _redirect()
+            _refuse()
+            _leave_benchmark_off()
         _adopt_streams()
         _end_failed_captures()
-        _refuse()
-        _leave_benchmark_off()
+        _replace_snapshots()
 
 
 def installed():
     """Whether cualloc is PyTorch's allocator."""
     return _current is not None
+
+
+def _install_subclass(required):
+    """Makes the subclass PyTorch's allocator. Returns its library; None if there is none for this PyTorch."""
+    global _why_pluggable
+    try:
+        if not required and not isinstance(torch.cuda.memory.CUDAPluggableAllocator, type):
+            raise _shim.Unavailable("another module has replaced torch.cuda.memory.CUDAPluggableAllocator")
+        shim = _shim.load()
+        shim.cualloc_torch_install.restype = ctypes.c_char_p
+        why = shim.cualloc_torch_install()
+        if why is None:
+            return shim
+        _why_pluggable = why.decode(errors="replace").splitlines()[0]
+    except _shim.Unavailable as error:
+        _why_pluggable = str(error)
+    if required:
+        raise RuntimeError(f"cannot subclass PyTorch's allocator: {_why_pluggable}")
+
+
+def _is_subclass():
+    return isinstance(_current, ctypes.CDLL)
 
 
 # ---- setting up ----------------------------------------------------------------------------------------------------
@@ -175,9 +208,7 @@ def _redirect():
         "_accelerator_resetPeakStats": _torch_stats.reset_peaks,
         "_accelerator_resetAccumulatedStats": _torch_stats.reset_accumulated,
     }
-    for name, function in functions.items():
-        if hasattr(torch._C, name):
-            setattr(torch._C, name, function)
+    _replace(functions)
 
 
 def _adopt_streams():
@@ -346,11 +377,8 @@ def _history_legacy(enabled=None, context=True, entries=None, traces=False, cpp=
     _history(enabled, context or traces, clear=clear)
 
 
-def _snapshot(of=None):
-    """Replaces `torch._C._cuda_memorySnapshot`: takes a pool's id and whether events are wanted, returns dictionaries.
-    Without a history the snapshot contains only live blocks."""
-    if of is not None and tuple(of[:2]) != (0, 0):
-        raise RuntimeError(_NO_POOL_SNAPSHOT)
+def _recorded():
+    """Returns a snapshot of cualloc's recorder, as dictionaries. Without a history it has only live blocks."""
     with tempfile.TemporaryDirectory() as folder, _lock:
         path = os.path.join(folder, "snapshot")
         try:
@@ -364,10 +392,42 @@ def _snapshot(of=None):
             finally:
                 record.stop()
         with open(path, "rb") as file:
-            made = pickle.load(file)
-    if of is not None and len(of) > 2 and not of[2]:
+            return pickle.load(file)
+
+
+def _snapshot(of=None):
+    """Replaces `torch._C._cuda_memorySnapshot` under the pluggable interface: takes a pool's id and whether events are
+    wanted, returns dictionaries."""
+    if of is not None and tuple(of[:2]) != (0, 0):
+        raise RuntimeError(_NO_POOL_SNAPSHOT)
+    made = _recorded()
+    if not _wants_events(of):
         made["device_traces"] = [[] for _ in made["device_traces"]]
     return made
+
+
+def _snapshot_with_history(native, of=None):
+    """Replaces `torch._C._cuda_memorySnapshot` of the subclass: adds the events and the stacks of cualloc's recorder."""
+    made = native(of)
+    if not _records:
+        return made
+    recorded = _recorded()
+    if _wants_events(of):
+        made["device_traces"] = recorded["device_traces"]
+    stacks = {
+        block["address"]: block["frames"]
+        for segment in recorded["segments"]
+        for block in segment["blocks"]
+        if block.get("frames")
+    }
+    for segment in made["segments"]:
+        for block in segment["blocks"]:
+            block["frames"] = stacks.get(block["address"], block.get("frames", []))
+    return made
+
+
+def _wants_events(of):
+    return of is None or len(of) < 3 or bool(of[2])
 
 
 def _refuse():
@@ -383,15 +443,31 @@ def _refuse():
         "_cuda_getCheckpointState": refusing(_NO_TREES),
         "_cuda_setCheckpointPoolState": refusing(_NO_TREES),
         "_cuda_checkPoolLiveAllocations": refusing(_NO_TREES),
-        "_cuda_memorySnapshot": _snapshot,
-        "_cuda_record_memory_history": _history,
-        "_cuda_record_memory_history_legacy": _history_legacy,
     }
+    _replace(functions)
+    if hasattr(torch.cuda, "MemPool"):
+        torch.cuda.MemPool.__init__ = refusing(_NO_MEM_POOL)
+
+
+def _replace_snapshots():
+    """Replaces PyTorch's functions that record a history and take snapshots: cualloc's recorder has the history."""
+    snapshot = _snapshot
+    if _is_subclass():
+        snapshot = functools.partial(_snapshot_with_history, torch._C._cuda_memorySnapshot)
+    _replace(
+        {
+            "_cuda_memorySnapshot": snapshot,
+            "_cuda_record_memory_history": _history,
+            "_cuda_record_memory_history_legacy": _history_legacy,
+            "_cuda_isHistoryEnabled": lambda: _records,
+        }
+    )
+
+
+def _replace(functions):
     for name, function in functions.items():
         if hasattr(torch._C, name):
             setattr(torch._C, name, function)
-    if hasattr(torch.cuda, "MemPool"):
-        torch.cuda.MemPool.__init__ = refusing(_NO_MEM_POOL)
 
 
 def _leave_benchmark_off():
@@ -577,20 +653,24 @@ def mem_pool(**options):
 
 
 def capabilities():
-    """Returns what works with cualloc as PyTorch's allocator, by name: True, False, or a description."""
+    """Returns what works with cualloc as PyTorch's allocator, by name: True, False, or a description. `interface` is
+    "subclass" or "pluggable", and `why_pluggable` why there is no subclass for this PyTorch."""
+    subclass = _is_subclass()
     return {
         "installed": installed(),
-        "out_of_memory": "torch.OutOfMemoryError" if _raises_own_error else "RuntimeError",
+        "interface": ("subclass" if subclass else "pluggable") if installed() else None,
+        "why_pluggable": _why_pluggable,
+        "out_of_memory": "torch.OutOfMemoryError" if subclass or _raises_own_error else "RuntimeError",
         "memory_stats": hasattr(torch._C, "_cuda_memoryStats"),
         "memory_fraction": True,
         "record_stream": True,
+        "mem_pool": subclass,
         "mem_pool_segments": hasattr(torch.cuda, "MemPool"),
-        "cuda_graphs": _takes_graphs,
+        "cuda_graphs": subclass or _takes_graphs,
+        "cudagraph_trees": subclass,
         "sleep": installed(),
         "memory_snapshot": installed(),
-        # PyTorch asks a pluggable allocator for these, and none can provide them.
-        "cudagraph_trees": False,
-        # Programs may turn it on, but it stays off.
-        "cudnn_benchmark": False,
+        # Under the pluggable interface programs may turn it on, but it stays off.
+        "cudnn_benchmark": subclass,
         "cuda_ipc": False,
     }

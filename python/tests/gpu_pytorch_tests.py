@@ -20,11 +20,9 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 _FIGURES = "compares with the figures of segments that PyTorch's own allocator makes"
-_TREES = "sets the blocks of a pool back, or asks for its segments, as the graph trees of torch.compile do"
-_POOL = "makes a torch.cuda.MemPool of PyTorch's own allocator"
-_SNAPSHOT = "asks for a snapshot of PyTorch's own allocator"
+_FOREIGN = "divides the segments of another allocator"
+_SNAPSHOT = "asks for stacks or settings in a snapshot of PyTorch's own allocator"
 _SETTINGS = "sets PyTorch's own allocator otherwise, or turns it off, and asks what it makes of that"
-_OBSERVER = "has PyTorch's own allocator call it when memory lacks"
 _ELSEWHERE = "is not about memory"
 
 # By the beginning of CLASS.METHOD, the longest one counts.
@@ -46,10 +44,9 @@ LEFT_OUT = {
     "TestCudaMallocAsync.test_allocator_settings": _SETTINGS,
     "TestCudaMallocAsync.test_allocator_backend": _SETTINGS,
     "TestCudaMallocAsync.test_cachingAllocator_raw_alloc": _SETTINGS,
-    "TestCudaMallocAsync.test_notifies_oom": _OBSERVER,
-    "TestBlockStateAbsorption.": _TREES,
-    "TestMemPool.": _POOL,
-    "TestMemPool.test_graph_capture_reclaim_": None,
+    "TestBlockStateAbsorption.": None,
+    "TestMemPool.": None,
+    "TestMemPool.test_mempool_with_allocator": _FOREIGN,
     "TestCachingHostAllocatorCudaGraph.": "is about page-locked memory, which stays PyTorch's own",
 }
 # Those that fill the device, or look at what is free there, run when no other does.

@@ -1,4 +1,6 @@
-"""The package beside a real PyTorch that is built with CUDA, of whichever version, without a GPU: real_torch.py
+"""The package beside a real PyTorch that is built with CUDA, of whichever version, without a GPU:
+
+    real_torch.py subclass|pluggable
 
 What is bound to the loaded libraries is tried, the error that is thrown among it; memory needs a GPU (gpu_edges.py)."""
 
@@ -20,14 +22,16 @@ def raises(words, call, *arguments, **named):
     raise AssertionError(f"{call} did not fail")
 
 
+subclass = sys.argv[1] == "subclass"
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    ours.install(limit="1G")
+    ours.install(limit="1G", subclass=subclass)
     torch.backends.cudnn.benchmark = True
-    assert not torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark == subclass
 works = ours.capabilities()
 assert works["out_of_memory"] == "torch.OutOfMemoryError" or any("RuntimeError" in str(one.message) for one in said)
-assert works["installed"] and torch.cuda.get_allocator_backend() == "pluggable"
+assert works["installed"] and works["interface"] == sys.argv[1]
+assert torch.cuda.get_allocator_backend() == ("cualloc" if subclass else "pluggable")
 assert torch.cuda.memory_allocated(0) == torch.cuda.max_memory_reserved(0) == 0
 ours.install(limit="1G")
 raises("other settings", ours.install, limit="2G")
@@ -35,8 +39,9 @@ assert torch.cuda.memory_snapshot() == []
 torch.cuda.memory._record_memory_history()
 assert torch.cuda.memory._snapshot()["segments"] == []
 torch.cuda.memory._record_memory_history(None)
-if hasattr(torch.cuda, "MemPool"):
+if hasattr(torch.cuda, "MemPool") and not subclass:
     raises("graph_pool_handle", torch.cuda.MemPool)
+    raises("cudagraph_trees", torch._C._cuda_checkPoolLiveAllocations, 0, (0, 1), set())
 torch.cuda.empty_cache()
 # Through PyTorch to our function and back, as far as it goes where no driver is.
 if not torch.cuda.is_available():

@@ -172,6 +172,17 @@ def wrong_settings_are_refused():
     assert cualloc.torch.installed()
 
 
+def without_a_library_for_this_pytorch_the_pluggable_interface_is_used():
+    import cualloc.torch
+
+    raises(RuntimeError, "0.stub is older than 2.9", cualloc.torch.install, subclass=True)
+    assert not cualloc.torch.installed() and cualloc.torch.capabilities()["interface"] is None
+    cualloc.torch.install()
+    works = cualloc.torch.capabilities()
+    assert works["interface"] == "pluggable" and "older" in works["why_pluggable"]
+    assert not works["mem_pool"] and not works["cudagraph_trees"]
+
+
 def out_of_memory_has_the_words_of_pytorch():
     torch, ours, call = installed(limit="1G")
     kept = call["alloc"](512 << 20, 0, None)
@@ -763,7 +774,7 @@ class TestMemPool(unittest.TestCase):
     def test_graph_capture_reclaim_2_streams(self):
         assert ours
 
-    def test_mempool_with_graph(self):
+    def test_mempool_with_allocator(self):
         raise AssertionError("left out")
 '''
     with tempfile.TemporaryDirectory() as folder:
@@ -785,7 +796,7 @@ class TestMemPool(unittest.TestCase):
     assert f"3 well, {both}" in ended.stdout, ended.stdout
     assert right.returncode == 0 and f"4 well, {both.replace('1 failed', '0 failed')}" in right.stdout, right
     assert nothing.returncode == 1, nothing
-    assert "test_of_nothing" not in ended.stdout and "left out  TestMemPool.test_mempool_with_graph: " in ended.stdout
+    assert "test_of_nothing" not in ended.stdout and "left out  TestMemPool.test_mempool_with_allocator: " in ended.stdout
     assert "left out  TestCudaMallocAsync.test_memory_snapshot_with_cpp: " in ended.stdout
 
 

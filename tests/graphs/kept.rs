@@ -142,36 +142,78 @@ fn a_graph_that_another_thread_builds_is_not_queried() {
 }
 
 #[test]
-fn a_checkpoint_is_not_restored_over_blocks_in_use() {
+fn a_checkpoint_is_restored_behind_work_in_flight() {
+    pooled(|rig, allocator, _, [stream, reader]| {
+        for user in [&stream, &reader] {
+            let pool = allocator.graph_pool().unwrap();
+            let point = pool.checkpoint().unwrap();
+            let scope = pool.enter(Scope::Thread).unwrap();
+            let block = allocator.allocate(2 * MIB, &stream).unwrap();
+            drop(scope);
+            block.record_stream(&reader).unwrap();
+            let at = block.ptr();
+            let held = rig.hold(user);
+            rig.stamp(at, 2 * MIB, 1, user);
+            // SAFETY: blocks that cease are only freed.
+            let restored = unsafe { pool.restore(&point) }.unwrap();
+            assert_eq!(restored.ceased, [at]);
+            std::mem::forget(block.free().unwrap_err());
+            let place = || {
+                let capturing = rig.stream();
+                let mut at = 0;
+                let graph = capture(&pool, &capturing, || {
+                    at = used(rig, &allocator, 2 * MIB, &capturing).ptr();
+                });
+                drop(graph);
+                at
+            };
+            assert_ne!(place(), at, "the work uses it");
+            held.release();
+            rig.settle(user);
+            assert_eq!(place(), at);
+        }
+    });
+}
+
+#[test]
+fn a_block_revived_behind_work_in_flight_is_reused_after_it() {
     pooled(|rig, allocator, pool, [stream, reader]| {
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        let (at, point) = (block.ptr(), pool.checkpoint().unwrap());
+        block.record_stream(&reader).unwrap();
+        let held = rig.hold(&reader);
+        rig.stamp(at, 2 * MIB, 1, &reader);
+        drop(block);
+        // SAFETY: no block ceases.
+        let mut restored = unsafe { pool.restore(&point) }.unwrap();
+        let revived = restored.revived.pop().unwrap();
+        assert_eq!((revived.ptr(), restored.revived.len()), (at, 0));
+        drop(revived);
+        let next = allocator.allocate(2 * MIB, &stream).unwrap();
+        assert_ne!(next.ptr(), at, "the reader uses it");
+        held.release();
+        rig.settle(&reader);
+        let last = allocator.allocate(2 * MIB, &stream).unwrap();
+        assert_eq!(last.ptr(), at);
+        drop((next, last, scope));
+    });
+}
+
+#[test]
+fn a_checkpoint_is_not_restored_during_a_capture() {
+    pooled(|rig, allocator, pool, [stream]| {
         let point = pool.checkpoint().unwrap();
         // SAFETY: blocks that cease are only freed.
         let restore = || unsafe { pool.restore(&point) };
-        let refused = |bytes: usize| {
-            let bytes = bytes as u64;
-            assert_eq!(
-                graph_pool_error(restore().unwrap_err()),
-                GraphPoolError::NotComplete { bytes }
-            );
-        };
         let scope = pool.enter(Scope::Thread).unwrap();
-        let block = allocator.allocate(2 * MIB, &stream).unwrap();
-        block.record_stream(&reader).unwrap();
-        for user in [&stream, &reader] {
-            let held = rig.hold(user);
-            rig.stamp(block.ptr(), 2 * MIB, 1, user);
-            refused(2 * MIB);
-            held.release();
-            rig.settle(user);
-        }
-        assert_eq!(restore().unwrap().ceased, [block.ptr()]);
-        std::mem::forget(block.free().unwrap_err());
         let under_way = Capturing::begin(&stream, MODE);
-        let block = used(rig, &allocator, MIB, &stream);
-        let second = used(rig, &allocator, MIB, &stream);
+        let blocks = [MIB; 2].map(|bytes| used(rig, &allocator, bytes, &stream));
         // The pool as a whole is refused, and not the first block.
-        refused(2 * MIB);
-        drop((block, second));
+        let bytes = 2 * MIB as u64;
+        let refused = graph_pool_error(restore().unwrap_err());
+        assert_eq!(refused, GraphPoolError::NotComplete { bytes });
+        drop(blocks);
         drop(under_way.end().unwrap());
         drop(scope);
         assert!(restore().unwrap().ceased.is_empty());

@@ -13,6 +13,7 @@ use crate::allocator::graph::Footprint;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::scope::Kind;
 use crate::allocator::graph::user::User;
+use crate::allocator::report::SegmentInfo;
 use crate::error::Error;
 use crate::locks::thread_id::ThreadId;
 
@@ -176,6 +177,15 @@ impl GraphPool {
         pools::footprint(self.allocator.engine(), self.id)
     }
 
+    /// Returns the pool's segments and blocks, by ascending address, for diagnosis. Bytes that are free or part of a live
+    /// block of a view are blocks of their segment, so that the blocks of a segment that is no view have no gaps.
+    ///
+    /// # Errors
+    /// As [`footprint`](Self::footprint).
+    pub fn snapshot(&self) -> Result<Vec<SegmentInfo>, Error> {
+        pools::snapshot(self.allocator.engine(), self.id)
+    }
+
     /// Returns a checkpoint of the live blocks, for [`restore`](Self::restore).
     ///
     /// # Errors
@@ -191,9 +201,13 @@ impl GraphPool {
     /// Makes exactly the blocks of a checkpoint live, each at its address. Freeing a block that is no longer live
     /// afterwards is an error that changes nothing. Blocks that become live again are returned, with a new owner.
     ///
+    /// Does not wait for work in flight: memory of blocks that are no longer live is reused after the work that uses it,
+    /// as after a free. A block that becomes live again may still be in use by the pool's graphs, and by earlier work
+    /// outside captures, which the promise above orders before its next use.
+    ///
     /// # Errors
-    /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while memory of the pool is in use
-    /// outside captures or in a capture in progress,
+    /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while the pool is used by a capture in
+    /// progress or grows for a request,
     /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
     /// [`footprint`](Self::footprint).
     ///

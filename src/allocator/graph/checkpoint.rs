@@ -4,7 +4,7 @@
 //! since.
 
 use crate::allocator::graph::Graphs;
-use crate::allocator::graph::arena::{Live, Tag};
+use crate::allocator::graph::arena::Live;
 use crate::allocator::graph::user::{Names, User};
 use crate::error::GraphPoolError;
 
@@ -50,23 +50,15 @@ impl Graphs {
     /// Returns the changes that restore a checkpoint.
     ///
     /// # Errors
-    /// Memory is in use outside captures, or in a capture in progress, or the pool released its addresses since the
-    /// checkpoint.
+    /// A capture in progress or another call uses the pool, or the pool released its addresses since the checkpoint.
     pub(crate) fn changes(&self, id: u64, to: &Layout) -> Result<Changes, GraphPoolError> {
         let Some(pool) = self.pools.get(&id) else {
             return Err(GraphPoolError::Released);
         };
         let (arena, at, to) = (&pool.arena, to.at, &to.live);
-        if self.captures.values().any(|capture| capture.may_use(id)) {
+        let in_capture = self.captures.values().any(|capture| capture.may_use(id));
+        if in_capture || pool.calls > 0 || arena.tags().any(|(_, tag)| !tag.marks.is_empty()) {
             let bytes = arena.live.bytes();
-            return Err(GraphPoolError::NotComplete { bytes });
-        }
-        let open = |tag: &Tag| !(tag.pending.is_empty() && tag.marks.is_empty());
-        let free = arena.tags().filter(|(_, tag)| open(tag));
-        let free = free.map(|(part, _)| part.end() - part.home);
-        let live = arena.live.values().filter(|live| !live.pending.is_empty());
-        let bytes = free.chain(live.map(Live::bytes)).sum();
-        if bytes > 0 || pool.calls > 0 {
             return Err(GraphPoolError::NotComplete { bytes });
         }
         let mapped = |(addr, live): &(u64, Live)| {

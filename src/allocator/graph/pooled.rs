@@ -1,11 +1,14 @@
 //! Blocks of graph pools in the heap: their records, by which they are found, and their users.
 
+use std::collections::HashMap;
+
 use crate::allocator::cache::grant::Grant;
+use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{COMPLETE, SpaceId, State as Extent};
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::Requester;
-use crate::allocator::graph::arena::{Fit, Live, Place, Tag};
+use crate::allocator::graph::arena::{Fit, Live, Pending, Place, Tag};
 use crate::allocator::graph::checkpoint::Changes;
 use crate::allocator::graph::commit::FailedPlan;
 use crate::allocator::graph::few::Few;
@@ -156,19 +159,33 @@ pub(crate) fn remove(heap: &mut Heap, pool: u64, addr: u64, tag: Tag) -> Option<
     Some(gone.users)
 }
 
-pub(crate) fn restore(heap: &mut Heap, pool: u64, changes: Changes) -> Restoration {
+/// Ends and revives blocks. `last` has the last use by each user, by the user's identity.
+pub(crate) fn restore(
+    heap: &mut Heap,
+    pool: u64,
+    changes: Changes,
+    last: &HashMap<usize, (User, Pending), Mixed>,
+) -> Restoration {
     let mut gone = Vec::with_capacity(changes.cease.len());
     for addr in &changes.cease {
-        gone.extend(remove(heap, pool, *addr, Tag::default()));
+        let mut tag = Tag::default();
+        if let Some(live) = heap.graphs.live(*addr) {
+            let users = live.users.iter();
+            let uses = users.filter_map(|user| last.get(&user.identity()));
+            let uses = uses.map(|(_, pending)| pending);
+            tag.pending = live.pending.iter().chain(uses).copied().collect();
+        }
+        gone.extend(remove(heap, pool, *addr, tag));
     }
     let mut revived = Vec::with_capacity(changes.revive.len());
     for (addr, live) in changes.revive {
         let mut captured = live.captured || !live.touched.is_empty();
+        let mut pending = Vec::new();
         if let Some(pool) = heap.graphs.pools.get_mut(&pool) {
             for part in &live.parts {
-                let arena = &mut pool.arena;
-                arena.take_each(*part, |_, tag| {
+                pool.arena.take_each(*part, |_, tag| {
                     captured |= tag.captured || !tag.touched.is_empty();
+                    pending.extend(&tag.pending);
                 });
             }
         }
@@ -182,6 +199,9 @@ pub(crate) fn restore(heap: &mut Heap, pool: u64, changes: Changes) -> Restorati
         if let Some(live) = heap.graphs.live_mut(addr) {
             live.names = names;
             live.captured |= captured;
+            live.pending = pending;
+            // Its memory may be in use, unlike that of a new block.
+            live.born = 0;
         }
         revived.push((grant, live.requested));
     }

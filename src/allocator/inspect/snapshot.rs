@@ -2,6 +2,7 @@
 
 use crate::allocator::cache::stream_cache::{Kind, Node, PAGE_GRANULES, Run};
 use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
+use crate::allocator::graph::arena::Part;
 use crate::allocator::heap::Heap;
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
 use crate::allocator::size::GRANULE;
@@ -210,4 +211,72 @@ pub(crate) fn block_info_around(heap: &mut Heap, ptr: u64) -> Option<BlockInfo> 
     }
     let id = heap.large_around(ptr)?;
     Some(block_info(heap, id))
+}
+
+/// Returns the segments of a graph pool: its memory at home with all blocks, and its views with their live blocks.
+pub(crate) fn snapshot_pool(heap: &Heap, pool: u64) -> Vec<SegmentInfo> {
+    let Some(pool) = heap.graphs.pools.get(&pool) else {
+        return Vec::new();
+    };
+    let arena = &pool.arena;
+    let segment = |address, size, view| SegmentInfo {
+        address,
+        size,
+        small: false,
+        mapped: true,
+        view,
+        blocks: Vec::new(),
+    };
+    let mut segments: Vec<SegmentInfo> = Vec::new();
+    for (home, handle) in &arena.handles {
+        match segments.last_mut() {
+            Some(last)
+                if last.address + last.size == *home && !arena.homes.spans.contains_key(home) =>
+            {
+                last.size += handle.bytes;
+            }
+            _ => segments.push(segment(*home, handle.bytes, false)),
+        }
+    }
+    let views = arena.views.iter();
+    segments.extend(views.map(|(base, view)| segment(*base, view.bytes(), true)));
+    segments.sort_by_key(|segment| segment.address);
+    let block = |address, size, state| BlockInfo {
+        device: Some(heap.device),
+        address,
+        size,
+        requested: 0,
+        state,
+        stream: None,
+        pending: Vec::new(),
+        small: false,
+        is_split: true,
+    };
+    let bytes = |part: &Part| part.end() - part.home;
+    let mut blocks: Vec<BlockInfo> = Vec::new();
+    for (addr, live) in arena.live.iter() {
+        blocks.push(pooled_info(
+            heap,
+            &heap.extents.records[live.id],
+            live.requested,
+        ));
+        let elsewhere = live.parts.iter().filter(|part| part.home != *addr);
+        blocks.extend(elsewhere.map(|part| block(part.home, bytes(part), BlockState::Aliased)));
+    }
+    for (part, tag) in arena.tags() {
+        let state = match tag.pending.is_empty() && tag.marks.is_empty() {
+            true => BlockState::Free,
+            false => BlockState::Pending,
+        };
+        blocks.push(block(part.home, bytes(&part), state));
+    }
+    blocks.sort_by_key(|block| block.address);
+    for info in blocks {
+        let after = segments.partition_point(|segment| segment.address <= info.address);
+        if let Some(segment) = after.checked_sub(1).and_then(|at| segments.get_mut(at)) {
+            segment.blocks.push(info);
+        }
+    }
+    segments.retain(|segment| !(segment.view && segment.blocks.is_empty()));
+    segments
 }

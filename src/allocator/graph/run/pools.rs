@@ -3,7 +3,8 @@
 use crate::allocator::graph::pooled;
 use crate::allocator::graph::pooled::Restoration;
 use crate::allocator::plan;
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,13 +20,17 @@ use crate::allocator::graph::commit;
 use crate::allocator::graph::plan::Plan;
 use crate::allocator::graph::run::refuse_released;
 use crate::allocator::graph::run::streams;
+use crate::allocator::graph::user::User;
 use crate::allocator::graph::{Footprint, Pool};
+use crate::allocator::inspect::snapshot::snapshot_pool;
 use crate::allocator::physical::Release;
+use crate::allocator::report::SegmentInfo;
 use crate::allocator::suspend::discard;
 use crate::clock::Clock;
 use crate::driver::DriverError;
 use crate::error::{Error, GraphPoolError};
 use crate::event::Kind;
+use crate::sync::event::Pooled;
 
 /// How long to wait for the driver's report that graphs are destroyed, where the report is useful but may not come.
 pub(crate) const SOON: Duration = Duration::from_millis(5);
@@ -37,52 +42,66 @@ pub(crate) fn checkpoint(engine: &Engine, pool: u64) -> Result<Layout, Error> {
     Ok(heap.graphs.checkpoint(pool))
 }
 
-/// Makes exactly the blocks of a checkpoint live.
+/// Makes exactly the blocks of a checkpoint live. Memory of blocks that cease stays pending on the work that uses it.
 pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restoration, Error> {
     refuse_released(&engine.open()?.graphs, pool)?;
     engine.free_deferred();
     poll_events(engine, pool, false)?;
     contexts::review_captures(engine);
-    let ceasing = {
-        let heap = engine.open()?;
-        refuse_released(&heap.graphs, pool)?;
-        let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
-        heap.graphs.uses_of(pool, &changes)
-    };
-    let mut asked: HashSet<usize, Mixed> = HashSet::default();
-    for (user, bytes) in &ceasing {
-        if !asked.insert(user.identity()) {
-            continue;
-        }
-        if streams::may_be_gone(engine, user) {
-            let bytes = *bytes;
-            return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
-        }
-        let over = match streams::capture_of(engine, user) {
-            Ok(None) => streams::end_of(engine, user)?.is_complete(),
-            Ok(Some(_)) | Err(Error::Capturing { .. }) => Ok(false),
-            Err(error) => return Err(error),
+    // The end of each stream's work, by the identity of the user; `None` for a stream that must not be queried.
+    let mut ends: HashMap<usize, (User, Option<Pooled>), Mixed> = HashMap::default();
+    loop {
+        let unknown = {
+            let mut heap = engine.open()?;
+            refuse_released(&heap.graphs, pool)?;
+            heap.graphs.ensure_present(pool)?;
+            let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
+            let mut uses = heap.graphs.uses_of(pool, &changes);
+            uses.retain(|(user, _)| !ends.contains_key(&user.identity()));
+            if uses.is_empty() {
+                let mut last = HashMap::default();
+                for (number, (user, end)) in ends {
+                    let pending = match end {
+                        Some(event) => heap.graphs.add_event(user.key.number(), event),
+                        None => heap.graphs.add_unqueried(),
+                    };
+                    last.insert(number, (user, pending));
+                }
+                let mut restored = pooled::restore(&mut heap, pool, changes, &last);
+                drop(heap);
+                restored.gone.clear();
+                return Ok(restored);
+            }
+            uses
         };
-        if !over.map_err(|e| engine.error(e))? {
-            let bytes = *bytes;
-            return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+        for (user, bytes) in unknown {
+            if let Entry::Vacant(unknown) = ends.entry(user.identity()) {
+                let end = end_of_use(engine, &user, bytes)?;
+                unknown.insert((user, end));
+            }
         }
     }
-    let mut heap = engine.open()?;
-    refuse_released(&heap.graphs, pool)?;
-    heap.graphs.ensure_present(pool)?;
-    let changes = heap.graphs.changes(pool, to).map_err(Error::GraphPool)?;
-    let now = heap.graphs.uses_of(pool, &changes);
-    if !now.iter().all(|(user, _)| asked.contains(&user.identity())) {
-        // Another call used the pool meanwhile.
-        let bytes = now.iter().map(|(_, bytes)| bytes).sum();
-        drop(heap);
-        return Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }));
+}
+
+/// Returns an event behind a stream's work with a block of this size; `None` if the stream may be gone.
+fn end_of_use(engine: &Engine, user: &User, bytes: u64) -> Result<Option<Pooled>, Error> {
+    if streams::may_be_gone(engine, user) {
+        return Ok(None);
     }
-    let mut restored = pooled::restore(&mut heap, pool, changes);
-    drop(heap);
-    restored.gone.clear();
-    Ok(restored)
+    match streams::capture_of(engine, user) {
+        Ok(None) => streams::end_of(engine, user).map(Some),
+        Ok(Some(_)) | Err(Error::Capturing { .. }) => {
+            Err(Error::GraphPool(GraphPoolError::NotComplete { bytes }))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+pub(crate) fn snapshot(engine: &Engine, pool: u64) -> Result<Vec<SegmentInfo>, Error> {
+    poll_events(engine, pool, false)?;
+    let heap = engine.open()?;
+    refuse_released(&heap.graphs, pool)?;
+    Ok(snapshot_pool(&heap, pool))
 }
 
 pub(crate) fn footprint(engine: &Engine, pool: u64) -> Result<Footprint, Error> {

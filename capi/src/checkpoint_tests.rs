@@ -1,0 +1,128 @@
+//! Checkpoints of graph pools and visits to their memory, over the simulator.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use super::*;
+use crate::pool_tests::{Asked, allocator, enter, pool_of, scope};
+use crate::tests::world;
+
+unsafe extern "C" fn note(data: *mut c_void, address: u64, bytes: u64) {
+    // SAFETY: the test passes its list.
+    unsafe { &mut *data.cast::<Vec<(u64, u64)>>() }.push((address, bytes));
+}
+
+unsafe extern "C" fn note_segment(data: *mut c_void, segment: *const cualloc_segment_t) {
+    // SAFETY: the test passes its lists, and the segment is valid during the call.
+    unsafe { (*data.cast::<Visited>()).segments.push(*segment) };
+}
+
+unsafe extern "C" fn note_block(data: *mut c_void, block: *const cualloc_block_t) {
+    // SAFETY: as above.
+    unsafe { (*data.cast::<Visited>()).blocks.push(*block) };
+}
+
+#[derive(Default)]
+struct Visited {
+    segments: Vec<cualloc_segment_t>,
+    blocks: Vec<cualloc_block_t>,
+}
+
+impl Visited {
+    /// The visits of a pool, or of the allocator's own memory.
+    fn of(allocator: *mut cualloc_t, pool: Option<*mut cualloc_pool_t>) -> Visited {
+        let mut visited = Visited::default();
+        let data = (&raw mut visited).cast();
+        let (segment, block) = (Some(note_segment as _), Some(note_block as _));
+        // SAFETY: the functions take the lists.
+        let code = unsafe {
+            match pool {
+                Some(pool) => cualloc_pool_visit(pool, segment, block, data),
+                None => cualloc_visit(allocator, segment, block, data),
+            }
+        };
+        assert_eq!(code, CUALLOC_OK);
+        visited
+    }
+
+    /// Addresses of the blocks in a state, each with its requested bytes.
+    fn in_state(&self, state: i32) -> Vec<(u64, u64)> {
+        let blocks = self.blocks.iter().filter(|block| block.state == state);
+        blocks
+            .map(|block| (block.address, block.requested))
+            .collect()
+    }
+}
+
+fn blocks_of(checkpoint: *const cualloc_checkpoint_t) -> Vec<(u64, u64)> {
+    let mut found = Vec::new();
+    // SAFETY: the function takes the list.
+    let code = unsafe { cualloc_checkpoint_visit(checkpoint, Some(note), (&raw mut found).cast()) };
+    assert_eq!(code, CUALLOC_OK);
+    found
+}
+
+fn checkpoint_of(pool: *mut cualloc_pool_t) -> *mut cualloc_checkpoint_t {
+    let mut made = null_mut();
+    // SAFETY: the pointer is to a local.
+    let code = unsafe { cualloc_pool_checkpoint(pool, &mut made) };
+    assert_eq!(code, CUALLOC_OK);
+    made
+}
+
+fn take(allocator: *mut cualloc_t, bytes: usize) -> u64 {
+    let mut out = 0;
+    // SAFETY: the pointer is to a local.
+    let code = unsafe { cualloc_alloc(allocator, bytes, null_mut(), &mut out) };
+    assert_eq!(code, CUALLOC_OK);
+    out
+}
+
+#[test]
+fn checkpoints_restore_the_live_blocks_of_a_pool() {
+    const MIB: u64 = 1 << 20;
+    let _one = world();
+    let (allocator, asked) = (allocator(), Asked::default());
+    let (pool, other) = (pool_of(allocator), pool_of(allocator));
+    let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+    assert_eq!(code, CUALLOC_OK);
+    let first = take(allocator, 3 << 20);
+    let point = checkpoint_of(pool);
+    assert_eq!(blocks_of(point), [(first, 3 * MIB)]);
+    // SAFETY: nothing uses the blocks.
+    unsafe {
+        let second = take(allocator, 5 << 20);
+        assert_eq!(cualloc_free(allocator, first), CUALLOC_OK);
+        let visited = Visited::of(allocator, Some(pool));
+        assert_eq!(visited.in_state(CUALLOC_BLOCK_LIVE), [(second, 5 * MIB)]);
+        let bytes = |blocks: &[cualloc_block_t]| blocks.iter().map(|b| b.bytes).sum::<u64>();
+        let segments = visited.segments.iter().filter(|segment| !segment.view);
+        assert!(segments.map(|segment| segment.bytes).sum::<u64>() <= bytes(&visited.blocks));
+        assert_eq!(cualloc_pool_restore(other, point), CUALLOC_INVALID_ARGUMENT);
+        assert_eq!(cualloc_pool_restore(pool, point), CUALLOC_OK);
+        assert_eq!(cualloc_free(allocator, second), CUALLOC_NOT_OURS);
+        let again = checkpoint_of(pool);
+        assert_eq!(blocks_of(again), blocks_of(point));
+        assert_eq!(cualloc_free(allocator, first), CUALLOC_OK);
+        for made in [point, again] {
+            assert_eq!(cualloc_checkpoint_free(made), CUALLOC_OK);
+            assert_eq!(cualloc_checkpoint_free(made), CUALLOC_CLOSED);
+            assert_eq!(cualloc_pool_restore(pool, made), CUALLOC_CLOSED);
+        }
+        assert_eq!(cualloc_checkpoint_free(null_mut()), CUALLOC_OK);
+        assert_eq!(
+            cualloc_pool_restore(pool, null_mut()),
+            CUALLOC_INVALID_ARGUMENT
+        );
+        assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+        let plain = take(allocator, 2 << 20);
+        let own = Visited::of(allocator, None);
+        assert!(own.in_state(CUALLOC_BLOCK_LIVE).contains(&(plain, 2 * MIB)));
+        assert_eq!(own.in_state(CUALLOC_BLOCK_LIVE).len(), 1);
+        assert_eq!(cualloc_free(allocator, plain), CUALLOC_OK);
+    }
+    for pool in [pool, other] {
+        assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
+    }
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+}

@@ -1,0 +1,151 @@
+//! Checkpoints of graph pools by handle.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cualloc::allocator::Checkpoint;
+use cualloc::held::{Locked, Mutex};
+
+use crate::entry::{call, give};
+use crate::results::{CUALLOC_CLOSED, Failure, NULL};
+use crate::{cualloc_checkpoint_t, cualloc_pool_t, options, pool_table};
+
+/// No valid address on a 64-bit processor has this prefix, and no other handle does.
+const MARK: u64 = 0xca13_0000_0000_0000;
+const SHIFT: u32 = 4;
+
+#[derive(Default)]
+struct Known {
+    by_handle: BTreeMap<u64, Arc<Checkpoint>>,
+    made: u64,
+}
+
+fn known() -> Result<Locked<'static, Known>, Failure> {
+    static KNOWN: Mutex<Known> = Mutex::new(Known {
+        by_handle: BTreeMap::new(),
+        made: 0,
+    });
+    options::refuse_child()?;
+    Ok(KNOWN.lock())
+}
+
+const CLOSED: Failure = Failure::Reason(
+    CUALLOC_CLOSED,
+    "the handle belongs to no checkpoint: it was freed or never existed",
+);
+
+fn find(handle: *const cualloc_checkpoint_t) -> Result<Arc<Checkpoint>, Failure> {
+    if handle.is_null() {
+        return Err(NULL);
+    }
+    let found = known()?.by_handle.get(&(handle as u64)).map(Arc::clone);
+    found.ok_or(CLOSED)
+}
+
+/// Called once for each block of a checkpoint, with the data of the call, the address of the block's first byte, and
+/// its size in bytes. It must not throw. It may call the library.
+pub type cualloc_checkpoint_block_t =
+    Option<unsafe extern "C" fn(data: *mut c_void, address: u64, bytes: u64)>;
+
+/// Creates a checkpoint of a graph pool: the blocks that are live in it now. cualloc_pool_restore returns to it.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool or out; CUALLOC_CLOSED for a pool that was released;
+/// CUALLOC_CONTEXT_LOST. *out is then null.
+///
+/// May be called from any thread, also during a capture.
+///
+/// # Safety
+/// `out` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_pool_checkpoint(
+    pool: *mut cualloc_pool_t,
+    out: *mut *mut cualloc_checkpoint_t,
+) -> i32 {
+    let make = || {
+        let made = pool_table::with(pool, |pool, _| pool.checkpoint())?;
+        let mut known = known()?;
+        known.made += 1;
+        let handle = MARK | known.made << SHIFT;
+        known.by_handle.insert(handle, Arc::new(made));
+        Ok(handle as *mut cualloc_checkpoint_t)
+    };
+    // SAFETY: the caller's contract.
+    unsafe { give(out, make) }
+}
+
+/// Calls a function for each block of a checkpoint, by ascending address.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null checkpoint or function; CUALLOC_CLOSED for a checkpoint that was freed;
+/// CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// May be called from any thread. No lock is held while the function runs.
+///
+/// # Safety
+/// The function may be called with the data.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_checkpoint_visit(
+    checkpoint: *const cualloc_checkpoint_t,
+    visit: cualloc_checkpoint_block_t,
+    data: *mut c_void,
+) -> i32 {
+    call(|| {
+        let visit = visit.ok_or(NULL)?;
+        for (address, bytes) in find(checkpoint)?.blocks() {
+            // SAFETY: the caller's contract.
+            unsafe { visit(data, address, bytes) };
+        }
+        Ok(())
+    })
+}
+
+/// Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now and not in
+/// the checkpoint end: freeing one afterwards is an error that changes nothing. Blocks of the checkpoint that are not
+/// live now become live again, and are freed with cualloc_free. Checkpoints of a pool may be restored in any order and
+/// any number of times.
+///
+/// Does not wait for device work: memory of blocks that end is reused after the work that uses it, as after a free.
+///
+/// Errors: CUALLOC_BUSY while the pool is used by a capture in progress or grows for a request of another thread;
+/// CUALLOC_INVALID_ARGUMENT for a null pool or checkpoint, or a checkpoint of another pool or of memory that the pool
+/// has returned since; CUALLOC_CLOSED for a pool that was released or a checkpoint that was freed;
+/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed.
+///
+/// May be called from any thread.
+///
+/// # Safety
+/// Blocks that are live now but not in the checkpoint are used only by graphs that were captured with them.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_pool_restore(
+    pool: *mut cualloc_pool_t,
+    checkpoint: *const cualloc_checkpoint_t,
+) -> i32 {
+    call(|| {
+        let to = find(checkpoint)?;
+        pool_table::with(pool, |pool, _| {
+            // SAFETY: the caller's contract.
+            let restored = unsafe { pool.restore(&to) }?;
+            for block in restored.revived {
+                // The caller frees it by its address.
+                let _address = block.into_raw();
+            }
+            Ok(())
+        })
+    })
+}
+
+/// Frees a checkpoint. Blocks are not affected. Null is ignored.
+///
+/// Errors: CUALLOC_CLOSED for a checkpoint that was freed before; CUALLOC_CONTEXT_LOST in a forked child.
+///
+/// May be called from any thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_checkpoint_free(checkpoint: *mut cualloc_checkpoint_t) -> i32 {
+    call(|| {
+        if checkpoint.is_null() {
+            return Ok(());
+        }
+        let freed = known()?.by_handle.remove(&(checkpoint as u64));
+        freed.map(drop).ok_or(CLOSED)
+    })
+}

@@ -1,0 +1,109 @@
+"""The subclass of PyTorch's allocator class, as a library that fits one build of PyTorch.
+
+PyTorch's class changes with its versions, so the library is compiled against the headers of the installed PyTorch: once,
+and then it is found in the cache by PyTorch's git version. Libraries that were built with the package are found first.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+
+import torch
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SOURCE = os.path.join(_HERE, "torch_allocator.cpp")
+_LIBRARY = os.path.join(_HERE, "libcualloc.so")
+# The first version whose class torch_allocator.cpp is written for.
+_OLDEST = (2, 9)
+# A compiler that hangs must not stop the program.
+_SECONDS = 300
+
+
+class Unavailable(Exception):
+    """Why there is no library for this PyTorch."""
+
+
+def load():
+    """Returns the library for the installed PyTorch, which is compiled if there is none yet; raises Unavailable."""
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is None or tuple(map(int, version.groups())) < _OLDEST:
+        raise Unavailable(f"PyTorch {torch.__version__} is older than {_OLDEST[0]}.{_OLDEST[1]}")
+    if getattr(torch.version, "hip", None):
+        raise Unavailable("PyTorch is built for ROCm")
+    built = os.path.join(_HERE, _name(""))
+    path = built if os.path.exists(built) else _compiled()
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise Unavailable(f"cannot load {path}: {error}") from None
+
+
+def _name(suffix):
+    """The file name of the library: PyTorch's git version and the type of its strings, which fix the class."""
+    strings = "cxx11" if torch._C._GLIBCXX_USE_CXX11_ABI else "old"
+    return f"torch-{torch.version.git_version}-{strings}{suffix}.so"
+
+
+def _compiled():
+    """Returns the path of the library in the cache, which is compiled if it is not there."""
+    key = hashlib.sha256()
+    for path in (_SOURCE, os.path.join(_HERE, "cualloc.h")):
+        try:
+            with open(path, "rb") as file:
+                key.update(file.read())
+        except OSError as error:
+            raise Unavailable(f"cannot read {path}: {error.strerror}") from None
+    path = os.path.join(_cache(), _name(f"-{key.hexdigest()[:16]}"))
+    if not os.path.exists(path):
+        compile_to(path)
+    return path
+
+
+def _cache():
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(home, "cualloc")
+
+
+def compile_to(path):
+    """Compiles the library against the installed PyTorch; raises Unavailable."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise Unavailable("there is no C++ compiler (g++, or the one that CXX names)")
+    root = os.path.dirname(os.path.abspath(torch.__file__))
+    includes = [_HERE, os.path.join(root, "include"), os.path.join(root, "include/torch/csrc/api/include")]
+    includes += _cuda_headers(root)
+    libraries = os.path.join(root, "lib")
+    command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    command += [f"-isystem{include}" for include in includes]
+    command += [_SOURCE, _LIBRARY, f"-L{libraries}", "-ltorch_cuda", "-lc10_cuda", "-lc10", "-Wl,-z,nodelete"]
+    # The CUDA runtime is loaded with PyTorch.
+    command += ["-Wl,--unresolved-symbols=ignore-all", "-Wl,--allow-shlib-undefined"]
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
+            made = os.path.join(folder, "made.so")
+            ended = subprocess.run([*command, "-o", made], capture_output=True, text=True, timeout=_SECONDS)
+            if ended.returncode != 0:
+                first = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr[:200])
+                raise Unavailable(f"{os.path.basename(compiler)} cannot compile {_SOURCE}: {first.strip()}")
+            # Other processes may compile it, too: the last one's is as good as the first one's.
+            os.replace(made, path)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"cannot compile {_SOURCE}: {error}") from None
+
+
+def _cuda_headers(root):
+    """Returns the folder of the CUDA runtime's headers: those of the wheels that PyTorch depends on, or a toolkit's."""
+    site = os.path.dirname(root)
+    places = [os.path.join(site, "nvidia", part, "include") for part in ("cu13", "cuda_runtime", "cuda_crt")]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places += [os.path.join(home, "include") for home in homes if home]
+    found = [place for place in places if os.path.isdir(place)]
+    if not any(os.path.exists(os.path.join(place, "cuda_runtime_api.h")) for place in found):
+        raise Unavailable("there are no headers of the CUDA runtime: install the nvidia-cuda-runtime wheel, or set CUDA_HOME")
+    return found

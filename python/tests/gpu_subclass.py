@@ -1,0 +1,202 @@
+"""What PyTorch supports only with a subclass of its allocator class, on a GPU: gpu_subclass.py native|cualloc [NAME]...
+
+Prints one line of JSON for each piece of work: what it computed, and the most that was reserved."""
+
+import functools
+import json
+import sys
+import time
+import traceback
+
+import torch
+
+import cualloc
+import cualloc.torch as ours
+
+MIB = 1 << 20
+
+
+def hexed(values):
+    return [float(value).hex() for value in values]
+
+
+def sequential(width):
+    layers = [torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width)]
+    return torch.nn.Sequential(*layers).cuda()
+
+
+def train(compiled, model, batches, width):
+    """Losses of training with batches of several sizes, and the time of a step once all sizes are captured."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses, begun = [], 0
+    for step in range(40):
+        if step == 20:
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+        torch.manual_seed(step)
+        data = torch.randn(batches[step % len(batches)], width, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = compiled(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    torch.cuda.synchronize()
+    return {"values": hexed(losses), "step_ms": (time.perf_counter() - begun) * 1000 / 20}
+
+
+def trees_train(backend):
+    torch.manual_seed(0)
+    model = sequential(512)
+    return train(torch.compile(model, **backend), model, [64, 256], 512)
+
+
+def trees_paths(backend):
+    """Several functions of one pool in changing orders, whose results live while others run: checkpoints are restored,
+    also behind work in flight."""
+
+    @functools.partial(torch.compile, **backend)
+    def first(x):
+        return x * 2 + 1, (x - 1).relu()
+
+    @functools.partial(torch.compile, **backend)
+    def second(x, y):
+        return (x @ y).tanh()
+
+    @functools.partial(torch.compile, **backend)
+    def third(x):
+        return torch.cat([x, x]).cumsum(0)
+
+    sums = []
+    with torch.no_grad():
+        for step in range(24):
+            torch.manual_seed(step)
+            x = torch.randn(256, 256, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            if step % 3 == 0:
+                torch.cuda._sleep(20_000_000)
+            a, b = first(x)
+            if step % 2:
+                c = second(a, b)
+                d = third(c) if step % 4 == 1 else third(b)
+            else:
+                d = third(a)
+                c = second(b, d[:256])
+            sums.append((a.sum() + b.sum() * 2 + c.sum() * 3 + d.sum() * 5).item())
+    return {"values": hexed(sums)}
+
+
+def mem_pool(_):
+    pool = torch.cuda.MemPool(use_on_oom=True)
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.use_mem_pool(pool):
+        inside = [torch.full((size * MIB // 4,), float(size), device="cuda") for size in (3, 20, 7)]
+    outside = torch.ones(5 * MIB // 4, device="cuda")
+    counted = pool.use_count()
+    segments = pool.snapshot()
+    live = sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
+    values = [t.sum().item() for t in (*inside, outside)]
+    within = all(
+        any(s["address"] <= t.data_ptr() < s["address"] + s["total_size"] for s in segments) for t in inside
+    )
+    free = inside.pop(1).data_ptr()
+    with torch.cuda.use_mem_pool(pool):
+        again = torch.empty(20 * MIB // 4, device="cuda")
+    reused = again.data_ptr() == free
+    del inside, again, outside
+    del pool
+    torch.cuda.empty_cache()
+    return {"values": hexed(values), "uses": counted, "live": live, "within": within, "reused": reused,
+            "left": torch.cuda.memory_allocated() - before}
+
+
+def out_of_memory(_):
+    seen = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda device, size, total, free: seen.append(size))
+    pool = torch.cuda.MemPool(use_on_oom=True)
+    with torch.cuda.use_mem_pool(pool):
+        spare = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+    del spare
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    kept, size = [], 256 * MIB
+    try:
+        while True:
+            kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError as error:
+        text = str(error).splitlines()[0]
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    held = sum(t.numel() for t in kept)
+    del kept, pool
+    works = torch.ones(1024, device="cuda").sum().item()
+    return {"observed": seen == [size], "text": text[:60], "held_share": round(held / torch.cuda.mem_get_info()[1], 3),
+            "values": hexed([works])}
+
+
+def benchmark(_):
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.deterministic = True
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(16, 32, 3, padding=1).cuda()
+    data = torch.randn(8, 16, 64, 64, device="cuda")
+    value = [layer(data).shape[1] for _ in range(3)]
+    torch.cuda.synchronize()
+    return {"values": hexed(value), "on": torch.backends.cudnn.benchmark}
+
+
+def figures(_):
+    x = torch.empty(10 * MIB, dtype=torch.uint8, device="cuda")
+    stats = torch.cuda.memory_stats()
+    snapshot = torch.cuda.memory_snapshot()
+    addresses = [s["address"] <= x.data_ptr() < s["address"] + s["total_size"] for s in snapshot]
+    accelerator = torch.accelerator.memory_allocated() if hasattr(torch.accelerator, "memory_allocated") else None
+    return {
+        "allocated": stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() >= 10 * MIB,
+        "accelerator": accelerator in (None, torch.cuda.memory_allocated()),
+        "in_snapshot": sum(addresses) == 1,
+        "fraction": torch.cuda.get_per_process_memory_fraction(),
+        "values": [],
+    }
+
+
+WORK = {
+    "cudagraphs_paths": (trees_paths, {"backend": "cudagraphs"}),
+    "inductor_train": (trees_train, {"mode": "reduce-overhead"}),
+    "inductor_paths": (trees_paths, {"mode": "reduce-overhead"}),
+    "mem_pool": (mem_pool, None),
+    "out_of_memory": (out_of_memory, None),
+    "benchmark": (benchmark, None),
+    "figures": (figures, None),
+}
+
+
+def main(allocator, *names):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if allocator == "cualloc":
+        begun = time.perf_counter()
+        ours.install(subclass=True)
+        print(json.dumps({"install_s": round(time.perf_counter() - begun, 2), **ours.capabilities()}), flush=True)
+    failed = 0
+    for name in names or WORK:
+        work, argument = WORK[name]
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            row = work(argument)
+        except Exception as error:
+            failed += 1
+            row = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            traceback.print_exc()
+        torch._dynamo.reset()
+        row["reserved_MiB"] = torch.cuda.max_memory_reserved() >> 20
+        if allocator == "cualloc":
+            row["reserved_MiB"] = (ours.stats()["reserved"]["peak"] + ours.stats()["graph_pools"]) >> 20
+            try:
+                ours.check()
+            except cualloc.Error as error:
+                failed += 1
+                row["check"] = str(error)
+        print(json.dumps({"work": name, "allocator": allocator, **row}), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
