@@ -975,6 +975,20 @@ int32_t cualloc_set_limit(struct cualloc_t *allocator,
                           uint64_t bytes);
 
 /**
+ * Lets another device access the allocator's memory: all that is reserved now, and all that is reserved later. Returns
+ * once the device has access. Access cannot be revoked. Does nothing for a device that has access.
+ *
+ * Errors: CUALLOC_UNSUPPORTED if the device cannot access the memory of the allocator's device, and under the classic
+ * policy; CUALLOC_INVALID_ARGUMENT for a null handle or a negative device, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+ * CUALLOC_DRIVER, also for a number without a device. Then the device has access to part of the memory, and the call may
+ * be repeated.
+ *
+ * May be called from any thread, with any current context. Threads that allocate meanwhile are not blocked.
+ */
+int32_t cualloc_add_peer(struct cualloc_t *allocator,
+                         int32_t device);
+
+/**
  * Writes the allocator's statistics, a consistent snapshot. Set out->struct_size to the structure's size before the
  * call; the structure may be that of an older or a newer version.
  *

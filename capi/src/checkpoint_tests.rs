@@ -1,4 +1,4 @@
-//! Checkpoints of graph pools and visits to their memory, over the simulator.
+//! Checkpoints of graph pools, visits to memory, and peers, over the simulator.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -125,4 +125,17 @@ fn checkpoints_restore_the_live_blocks_of_a_pool() {
         assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
     }
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+}
+
+#[test]
+fn a_peer_is_added_by_its_number() {
+    let _one = world();
+    let allocator = allocator();
+    // The allocator's own device has access.
+    assert_eq!(cualloc_add_peer(allocator, 0), CUALLOC_OK);
+    assert_eq!(cualloc_add_peer(allocator, -1), CUALLOC_INVALID_ARGUMENT);
+    assert_eq!(cualloc_add_peer(allocator, 99), CUALLOC_DRIVER);
+    assert_eq!(cualloc_add_peer(null_mut(), 0), CUALLOC_INVALID_ARGUMENT);
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+    assert_eq!(cualloc_add_peer(allocator, 0), CUALLOC_CLOSED);
 }

@@ -3,6 +3,7 @@
 use cualloc::Allocator;
 
 use crate::entry::{call, call_with};
+use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
 use crate::stats::{self, cualloc_stats_t};
 use crate::{cualloc_t, handles};
 
@@ -86,6 +87,26 @@ pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i3
         handles::refuse_child(allocator)?;
         allocator.set_limit((bytes != u64::MAX).then_some(bytes));
         Ok(())
+    })
+}
+
+/// Lets another device access the allocator's memory: all that is reserved now, and all that is reserved later. Returns
+/// once the device has access. Access cannot be revoked. Does nothing for a device that has access.
+///
+/// Errors: CUALLOC_UNSUPPORTED if the device cannot access the memory of the allocator's device, and under the classic
+/// policy; CUALLOC_INVALID_ARGUMENT for a null handle or a negative device, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
+/// CUALLOC_DRIVER, also for a number without a device. Then the device has access to part of the memory, and the call may
+/// be repeated.
+///
+/// May be called from any thread, with any current context. Threads that allocate meanwhile are not blocked.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_add_peer(allocator: *mut cualloc_t, device: i32) -> i32 {
+    call(|| {
+        let Ok(ordinal) = usize::try_from(device) else {
+            let why = "expected the number of a device, found a negative one";
+            return Err(Failure::Reason(CUALLOC_INVALID_ARGUMENT, why));
+        };
+        handles::with(allocator, |allocator| allocator.add_peer(ordinal))
     })
 }
 

@@ -226,6 +226,16 @@ struct Allocator final : Base {
         *largest = static_cast<std::size_t>(stats.free_bytes + std::min(driver, below));
     }
 
+    // PyTorch calls this once for each pair of devices, before work of the first uses memory of the second.
+    void enablePeerAccess(c10::DeviceIndex user, c10::DeviceIndex owner) override {
+        Base::enablePeerAccess(user, owner);
+        cualloc_t *allocator = nullptr;
+        check(cualloc_shared(owner, &allocator));
+        const std::int32_t code = cualloc_add_peer(allocator, user);
+        // Under the classic policy the memory is plain, and the call above was enough.
+        if (code != CUALLOC_UNSUPPORTED) check(code);
+    }
+
     cudaError_t memcpyAsync(void *to, int to_device, const void *from, int from_device, std::size_t bytes,
                             cudaStream_t stream, bool) override {
         // Between devices the driver copies without access of one to the other's memory.

@@ -217,3 +217,34 @@ fn a_failed_wait_for_a_copy_spoils_no_capture() {
         }
     });
 }
+
+#[test]
+fn a_peer_whose_access_fails_can_be_added_again() {
+    only_simulated_on(
+        Policy::Packed,
+        SimConfig::with_devices(2, 8 << 30),
+        |rig, sim| {
+            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let blocks = allocator.allocate_blocks(4, 24 * MIB, &stream);
+            let peer = rig.driver.device(1).unwrap();
+            let access = |at| rig.context.enter().unwrap().has_access(at, &peer).unwrap();
+            for nth in 1..=2 {
+                let plan = FailPlan::call("cuMemSetAccess", CUresult::CUDA_ERROR_NOT_PERMITTED);
+                sim.fail(plan.unwrap().nth(nth));
+                let error = allocator.add_peer(1).unwrap_err();
+                assert_matches!(error, Error::Driver(_));
+                // What grows now is not for the device.
+                let block = allocator.allocate(40 * MIB, &stream).unwrap();
+                assert!(!access(block.ptr()));
+            }
+            allocator.add_peer(1).unwrap();
+            let grown = allocator.allocate(80 * MIB, &stream).unwrap();
+            assert!(
+                blocks
+                    .iter()
+                    .chain([&grown])
+                    .all(|block| access(block.ptr()))
+            );
+        },
+    );
+}

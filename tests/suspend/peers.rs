@@ -1,5 +1,8 @@
 //! Another device, with access to the memory: it has that again for every mapping that came back, at home and in views.
 
+use std::sync::{Barrier, Mutex};
+use std::thread;
+
 use super::support::*;
 use cualloc::driver::{Device, Function, KernelParam, Module};
 
@@ -120,45 +123,100 @@ fn peers_have_access_again() {
 /// N2: what grows, is stitched, goes and comes again is read by kernels of the peer at once.
 #[test]
 fn a_peer_reads_the_last_mapping() {
+    with_peer(|rig, peer| read_by_peer(rig, peer, Config::new().peers([1])));
+}
+
+/// The same if the peer is added to an allocator that holds memory, in views and in a graph pool too.
+#[test]
+fn a_peer_that_is_added_reads_all_memory() {
     with_peer(|rig, peer| {
-        let module = rig.words();
-        let fill = module.function(c"cualloc_fill").unwrap();
-        let world = World::new(rig, Config::new().peers([1]));
-        let (allocator, stream) = (&world.allocator, &world.stream);
-        allocator.set_limit(None);
-        let pool = allocator.graph_pool().unwrap();
-        let scope = pool.enter(Scope::Thread).unwrap();
-        let mut inside: Vec<Block> = allocator.allocate_blocks(5, 2 * MIB, stream);
-        // Two handles that lie apart are one block in a view of the pool.
-        drop((inside.remove(3), inside.remove(1)));
-        stream.synchronize().unwrap();
-        inside.push(allocator.allocate(4 * MIB, stream).unwrap());
-        scope.leave().unwrap();
-        let mut grown = Vec::new();
-        for round in 0..6 {
-            let seed = 7919 * round;
-            for block in world.blocks.iter().chain(&inside).chain(&grown) {
-                peer.assert_access(block.ptr());
-                let bytes = block.requested() / 4 * 4;
-                peer.assert_reads(&fill, block.ptr(), bytes, seed, stream);
+        read_by_peer(rig, peer, Config::new());
+        let allocator = rig.allocator_with(Config::new());
+        assert!(allocator.add_peer(9).is_err());
+        allocator.add_peer(0).unwrap();
+    });
+}
+
+fn read_by_peer(rig: &Rig, peer: &Peer<'_>, config: Config) {
+    let module = rig.words();
+    let fill = module.function(c"cualloc_fill").unwrap();
+    let world = World::new(rig, config);
+    let (allocator, stream) = (&world.allocator, &world.stream);
+    allocator.set_limit(None);
+    let pool = allocator.graph_pool().unwrap();
+    let scope = pool.enter(Scope::Thread).unwrap();
+    let mut inside: Vec<Block> = allocator.allocate_blocks(5, 2 * MIB, stream);
+    // Two handles that lie apart are one block in a view of the pool.
+    drop((inside.remove(3), inside.remove(1)));
+    stream.synchronize().unwrap();
+    inside.push(allocator.allocate(4 * MIB, stream).unwrap());
+    scope.leave().unwrap();
+    // Adds the device unless it has access.
+    allocator.add_peer(1).unwrap();
+    let calls = rig.calls("cuMemSetAccess");
+    allocator.add_peer(1).unwrap();
+    assert_eq!(rig.calls("cuMemSetAccess"), calls);
+    let mut grown = Vec::new();
+    for round in 0..6 {
+        let seed = 7919 * round;
+        for block in world.blocks.iter().chain(&inside).chain(&grown) {
+            peer.assert_access(block.ptr());
+            let bytes = block.requested() / 4 * 4;
+            peer.assert_reads(&fill, block.ptr(), bytes, seed, stream);
+        }
+        match round % 3 {
+            0 => drop(suspend(allocator, Contents::Host)),
+            1 => {
+                try_suspend(allocator, Select::Pool(&pool), Contents::Drop).unwrap();
             }
-            match round % 3 {
-                0 => drop(suspend(allocator, Contents::Host)),
-                1 => {
-                    try_suspend(allocator, Select::Pool(&pool), Contents::Drop).unwrap();
-                }
-                _ => {
-                    try_suspend(allocator, Select::Allocator, Contents::Pinned).unwrap();
-                }
-            }
-            let _none = allocator.resume(Select::Allocator);
-            grown.push(allocator.allocate(7 * MIB, stream).unwrap());
-            if round % 2 == 1 {
-                drop(grown.remove(0));
-                allocator.trim(0).unwrap();
+            _ => {
+                try_suspend(allocator, Select::Allocator, Contents::Pinned).unwrap();
             }
         }
-        drop((grown, inside, pool));
-        rig.settle(stream);
+        let _none = allocator.resume(Select::Allocator);
+        grown.push(allocator.allocate(7 * MIB, stream).unwrap());
+        if round % 2 == 1 {
+            drop(grown.remove(0));
+            allocator.trim(0).unwrap();
+        }
+    }
+    drop((grown, inside, pool));
+    rig.settle(stream);
+}
+
+/// Whatever grows while a peer is added is accessible once its request returns and the peer is added.
+#[test]
+fn a_peer_is_added_while_threads_grow_the_memory() {
+    with_peer(|rig, peer| {
+        for round in 0..20usize {
+            let allocator = rig.allocator_with(Config::new());
+            let start = Barrier::new(4);
+            let blocks = Mutex::new(Vec::new());
+            thread::scope(|scope| {
+                for number in 0..3 {
+                    let (allocator, start, blocks) = (&allocator, &start, &blocks);
+                    scope.spawn(move || {
+                        let stream = rig.stream();
+                        start.wait();
+                        for turn in 0..6 {
+                            let bytes = (number + turn + 1) * 2 * MIB;
+                            let block = allocator.allocate(bytes, &stream).unwrap();
+                            blocks.lock().unwrap().push(block);
+                        }
+                    });
+                }
+                start.wait();
+                (0..round * 40).for_each(|_| thread::yield_now());
+                allocator.add_peer(1).unwrap();
+                blocks
+                    .lock()
+                    .unwrap()
+                    .iter()
+                    .for_each(|block| peer.assert_access(block.ptr()));
+            });
+            for block in blocks.into_inner().unwrap() {
+                peer.assert_access(block.ptr());
+            }
+        }
     });
 }

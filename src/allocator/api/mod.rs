@@ -12,6 +12,7 @@ use crate::allocator::calls::close;
 use crate::allocator::calls::retire;
 use crate::allocator::engine::contexts;
 use crate::allocator::engine::idle;
+use crate::allocator::engine::peers;
 use crate::allocator::engine::self_test;
 use crate::allocator::inspect::figures::{fragmentation, statistics};
 use crate::allocator::inspect::snapshot::{block_info_around, snapshot};
@@ -463,6 +464,18 @@ impl Allocator {
     /// Returns the limit on bytes obtained from the driver.
     pub fn limit(&self) -> Option<u64> {
         self.engine.readable()?.physical.limit
+    }
+
+    /// Lets another device access the memory, in addition to those of [`Config::peers`]: all memory that is reserved now,
+    /// and all that is reserved later. Returns once the device has access. Threads that allocate meanwhile are not
+    /// blocked. Access cannot be revoked. Does nothing for a device that has access.
+    ///
+    /// # Errors
+    /// [`Error::NotSupported`] if the device cannot access the memory of this one, and under the classic policy;
+    /// [`Error::Closed`], driver errors, also for an ordinal without a device. Then the device has access to part of the
+    /// memory, and the call may be repeated.
+    pub fn add_peer(&self, ordinal: usize) -> Result<(), Error> {
+        peers::add(&self.engine, ordinal)
     }
 
     /// Adds a hook that is called to free memory before a request fails, after every step that the allocator itself can

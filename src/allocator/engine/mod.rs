@@ -13,6 +13,7 @@ pub(crate) mod idle;
 pub(crate) mod leaving;
 pub(crate) mod markers;
 pub(crate) mod naming;
+pub(crate) mod peers;
 pub(crate) mod recorded;
 pub(crate) mod release;
 pub(crate) mod self_test;
@@ -35,6 +36,7 @@ use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Bounds;
+use crate::allocator::physical::access::Access;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::physical::policy::Rules;
@@ -85,8 +87,7 @@ pub(crate) struct Engine {
     pub rules: Rules,
     pub views: ViewTests,
     pub properties: MemoryProperties,
-    /// Devices that may access the memory, its own first.
-    pub access: Vec<Device>,
+    pub access: Access,
     pub total_memory: u64,
     /// Address space of the device.
     pub addresses: Arc<Addresses>,
@@ -112,6 +113,16 @@ impl KeepAlive for Engine {}
 
 pub(crate) type Guard<'a> = Held<'a, Heap>;
 
+/// Fails unless a device can access the memory of another one.
+pub(crate) fn ensure_can_access(peer: &Device, device: &Device) -> Result<(), Error> {
+    match peer.can_access_peer(device)? {
+        true => Ok(()),
+        false => Err(Error::NotSupported {
+            what: "access from a peer device",
+        }),
+    }
+}
+
 impl Engine {
     pub(crate) fn new(context: &Context, config: &Config) -> Result<Shared, Error> {
         config.validate()?;
@@ -127,11 +138,7 @@ impl Engine {
             if peer == *device {
                 continue;
             }
-            if !peer.can_access_peer(device)? {
-                return Err(Error::NotSupported {
-                    what: "access from a peer device",
-                });
-            }
+            ensure_can_access(&peer, device)?;
             access.push(peer);
         }
         let addresses = Addresses::of(driver, device.clone(), total_memory);
@@ -208,7 +215,7 @@ impl Engine {
                 rules,
                 views: ViewTests::new(rules.maps() && config.views, config.self_test),
                 properties,
-                access,
+                access: Access::new(access),
                 total_memory,
                 addresses,
                 hooks: Hooks::default(),
@@ -286,12 +293,12 @@ impl Engine {
         !process::is_unwatched() || self.ask_captures
     }
 
-    /// Returns the factory for physical memory.
+    /// Returns the factory for physical memory, to be kept until what it maps is published.
     pub(crate) fn maker(&self) -> PhysicalConfig<'_> {
         PhysicalConfig {
             context: &self.context,
             properties: &self.properties,
-            access: &self.access,
+            access: self.access.begin_mapping(),
         }
     }
 

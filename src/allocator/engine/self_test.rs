@@ -162,12 +162,14 @@ fn test(engine: &Engine, with_kernels: bool) -> Result<Option<bool>, Error> {
         return Ok(None);
     };
     let sides = [stitch.fresh.as_ref().map_or(0, |f| f.addr), stitch.site.at];
-    match commit::map(&engine.maker(), &stitch) {
+    let maker = engine.maker();
+    match commit::map(&maker, &stitch) {
         Ok(handles) => {
             let block = {
                 let mut heap = engine.lock();
                 stitch::commit(&mut heap, &want, stitch, &handles)
             };
+            drop(maker);
             let result = try_both_sides(engine, sides, with_kernels);
             match result {
                 Ok(done) => {

@@ -91,7 +91,7 @@ fn show(
             at += bytes;
         }
         // SAFETY: the range was mapped above, by whole handles.
-        unsafe { entered.set_access(*base, (at - base) as usize, maker.access) }
+        unsafe { entered.set_access(*base, (at - base) as usize, maker.access.devices()) }
     })();
     shown.map_err(|error| {
         mapped.retain(|(at, bytes)| unmap_again(&entered, *at, *bytes).is_err());

@@ -1,7 +1,8 @@
 //! The driver calls of physical memory: they execute plans of the heap, never with its lock.
 
-use crate::driver::{Context, Device, DriverError, Entered, MemoryProperties};
+use crate::driver::{Context, DriverError, Entered, MemoryProperties};
 
+use crate::allocator::physical::access::Mapper;
 use crate::allocator::physical::{Fresh, GivenBack, GrowthFailure, Release};
 
 impl GrowthFailure {
@@ -21,12 +22,11 @@ impl GrowthFailure {
     }
 }
 
-/// The properties of an allocator's physical memory, and its devices.
+/// The properties of an allocator's physical memory, and its devices. Kept until what it maps is published.
 pub(crate) struct PhysicalConfig<'a> {
     pub context: &'a Context,
     pub properties: &'a MemoryProperties,
-    /// Devices that may access the memory, its own first.
-    pub access: &'a [Device],
+    pub access: Mapper<'a>,
 }
 
 /// A handle that was created for new memory, and the address for its mapping.
@@ -84,7 +84,7 @@ fn map_with(
         }
         for (start, bytes) in &fresh.stretches {
             // SAFETY: the range was mapped above, by whole handles.
-            unsafe { entered.set_access(*start, *bytes as usize, maker.access) }?;
+            unsafe { entered.set_access(*start, *bytes as usize, maker.access.devices()) }?;
         }
         Ok(())
     })();

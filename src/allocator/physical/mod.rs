@@ -2,6 +2,7 @@
 //!
 //! Nothing here reads a clock: work is counted in handles and requests.
 
+pub(crate) mod access;
 pub(crate) mod address;
 pub(crate) mod commit;
 pub(crate) mod policy;

@@ -393,9 +393,8 @@ fn grow(
 ) -> Result<Option<u32>, Error> {
     // These may be the last references to the events, which must not be destroyed under the lock.
     let waits = std::mem::take(&mut growth.waits);
-    let made = grow_span(&growth.fresh, || {
-        commit::map(&engine.maker(), &growth.fresh)
-    });
+    let maker = engine.maker();
+    let made = grow_span(&growth.fresh, || commit::map(&maker, &growth.fresh));
     match made {
         Ok(handles) => {
             log_growth(engine, want, &growth.fresh);
@@ -429,7 +428,8 @@ fn obtain_from_driver(
     fresh: Fresh,
     reclaim: &mut Reclaim<'_>,
 ) -> Result<(), Error> {
-    match grow_span(&fresh, || commit::map(&engine.maker(), &fresh)) {
+    let maker = engine.maker();
+    match grow_span(&fresh, || commit::map(&maker, &fresh)) {
         Ok(handles) => {
             log_growth(engine, want, &fresh);
             growth::commit_free(&mut engine.lock(), want, &fresh, &handles);

@@ -38,9 +38,10 @@ pub(crate) fn stitch(
         stitch::revert(&mut engine.lock(), want, stitch, 0, &[]);
         return Err(error);
     }
+    let maker = engine.maker();
     let outcome = {
         let _span = nvtx::span(Category::Stitch, || format!("{} mappings", stitch.maps()));
-        commit::map(&engine.maker(), &stitch)
+        commit::map(&maker, &stitch)
     };
     let free = match &outcome {
         Ok(_) => 0,
@@ -56,7 +57,7 @@ pub(crate) fn stitch(
             heap.stats.reclaim.stitched += 1;
             engine.driver().add_view_maps(maps as u64);
             let id = stitch::commit(&mut heap, want, stitch, &handles);
-            drop(heap);
+            drop((heap, maker));
             // A view that cannot be unmapped stays; the request does not fail because of it.
             if let Err(error) = unmap_excess_views(engine, want.stream) {
                 log::debug!("cannot remove idle views: {error}");

@@ -165,7 +165,8 @@ fn recreate_handle(
     for suspension in &mut *suspensions {
         for (at, bytes) in suspension.ranges() {
             // SAFETY: these are whole mappings, all of which exist by now.
-            unsafe { entered.set_access(at, bytes as usize, maker.access) }.map_err(seen)?;
+            unsafe { entered.set_access(at, bytes as usize, maker.access.devices()) }
+                .map_err(seen)?;
         }
     }
     for suspension in suspensions.iter_mut().filter(|s| s.lost) {

@@ -11,6 +11,7 @@ use crate::allocator::engine::release;
 use crate::allocator::graph::run::pools;
 use crate::allocator::heap::Heap;
 use crate::allocator::inspect::shortage::short_of;
+use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::suspend::commit;
 use crate::allocator::suspend::contents::{Contents, Keep};
 use crate::allocator::suspend::discard;
@@ -267,8 +268,8 @@ pub(crate) fn suspend(
         Err(error) => {
             // Until this succeeds, the memory counts as suspended, and can be resumed as such.
             work.set_suspended(true);
-            if recreate_all(engine, &mut work.suspensions).is_ok() {
-                report_restored(engine, work);
+            if let Ok(maker) = recreate_all(engine, &mut work.suspensions) {
+                report_restored(engine, work, maker);
             }
             Err(error)
         }
@@ -309,19 +310,22 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
         trim_unused(engine)?;
         done = recreate_all(engine, &mut work.suspensions);
     }
-    if let Err(error) = done {
-        let missing = work.suspensions.iter().map(Suspension::missing).sum();
-        drop(work);
-        return Err(match error.driver_error() {
-            Some(cause) if cause.is_out_of_memory() => {
-                let error = short_of(&mut engine.lock(), missing);
-                device::out_of_memory(engine, error, Some(cause))
-            }
-            _ => error,
-        });
-    }
+    let maker = match done {
+        Ok(maker) => maker,
+        Err(error) => {
+            let missing = work.suspensions.iter().map(Suspension::missing).sum();
+            drop(work);
+            return Err(match error.driver_error() {
+                Some(cause) if cause.is_out_of_memory() => {
+                    let error = short_of(&mut engine.lock(), missing);
+                    device::out_of_memory(engine, error, Some(cause))
+                }
+                _ => error,
+            });
+        }
+    };
     let (bytes, handles, kept) = work.sum_bytes();
-    report_restored(engine, work);
+    report_restored(engine, work, maker);
     pools::release_unused(engine);
     Ok(Resumed {
         bytes,
@@ -340,8 +344,9 @@ fn trim_unused(engine: &Engine) -> Result<(), Error> {
 }
 
 /// Records that everything is restored.
-fn report_restored(engine: &Engine, mut work: Work<'_>) {
+fn report_restored(engine: &Engine, mut work: Work<'_>, maker: PhysicalConfig<'_>) {
     work.set_suspended(false);
+    drop(maker);
     let born = work.segments(SegmentChange::Birth);
     drop(work);
     engine.suspender.notify(SegmentChange::Birth, &born);
@@ -371,11 +376,15 @@ fn release_all(engine: &Engine, suspensions: &mut [Suspension]) -> Result<(), Er
     commit::give_back(&entered, suspensions).map_err(|e| engine.error(e))
 }
 
-fn recreate_all(engine: &Engine, suspensions: &mut [Suspension]) -> Result<(), Error> {
+fn recreate_all<'a>(
+    engine: &'a Engine,
+    suspensions: &mut [Suspension],
+) -> Result<PhysicalConfig<'a>, Error> {
     let stream = copy_stream(engine, suspensions)?;
     let entered = engine.context.enter().map_err(|e| engine.error(e))?;
-    commit::recreate(&engine.maker(), &entered, stream.as_ref(), suspensions)
-        .map_err(|e| engine.error(e))
+    let maker = engine.maker();
+    let made = commit::recreate(&maker, &entered, stream.as_ref(), suspensions);
+    made.map(|()| maker).map_err(|e| engine.error(e))
 }
 
 /// Whether any memory, or the selected memory, is suspended.

@@ -34,7 +34,7 @@ pub(crate) fn map(maker: &PhysicalConfig<'_>, stitch: &Stitch) -> Result<Vec<u64
         addr += bytes;
     }
     // SAFETY: the range was mapped above, by whole handles.
-    match unsafe { entered.set_access(start, (addr - start) as usize, maker.access) } {
+    match unsafe { entered.set_access(start, (addr - start) as usize, maker.access.devices()) } {
         Ok(()) => Ok(fresh),
         Err(error) => Err(undo(maker, stitch, mapped, fresh, error)),
     }

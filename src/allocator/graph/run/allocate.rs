@@ -253,9 +253,11 @@ fn obtain(
             }
         };
         let fresh = plan.fresh_bytes();
-        let made = commit::make(&engine.maker(), &plan);
+        let maker = engine.maker();
+        let made = commit::make(&maker, &plan);
         let mut heap = engine.lock();
         let place = pooled::commit_plan(&mut heap, pool, plan, made.as_deref());
+        drop(maker);
         match made {
             Ok(_) => {
                 if let Some(place) = place {

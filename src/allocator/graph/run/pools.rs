@@ -250,9 +250,11 @@ fn move_handle(engine: &Engine, pool: u64, release: Release) -> Result<(), Error
         }
     };
     let planned = (home, vec![release.bytes]);
-    let (left, made) = commit::move_in(&engine.maker(), &planned, (&release, handle));
+    let maker = engine.maker();
+    let (left, made) = commit::move_in(&maker, &planned, (&release, handle));
     let mut heap = engine.lock();
     pooled::commit_plan(&mut heap, pool, Plan::free(planned), made.as_deref());
+    drop(maker);
     if left {
         plan::release::remove(&mut heap, &release);
     } else {
