@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Builds the wheel of the Python package, which needs neither PyTorch nor CUDA:
 #
-#   bash python/build.sh [--out DIR] [--features LIST] [--debug] [--any-glibc]
+#   bash python/build.sh [--out DIR] [--features LIST] [--debug] [--any-glibc] [--torch DIR]...
+#
+# --torch adds the library for one build of PyTorch, from 2.9 on, so that users of that build need no compiler: DIR is a
+# folder with its unpacked wheel and those of nvidia-cuda-runtime and nvidia-cuda-crt, as site-packages is.
 #
 # --out is target/wheels unless it is given. The wheel is for glibc 2.28 and later (manylinux_2_28), and the build fails
 # where the libraries need a later one: those that a compiler here links against its own glibc mostly do, so zig links
@@ -9,13 +12,14 @@
 # is for tests, and so is --features sim. Linux, with Rust, g++ and binutils.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=target/wheels features= profile=release any=
+out=target/wheels features= profile=release any= torches=()
 while [ $# -gt 0 ]; do
     case $1 in
     --out) out=$2 && shift ;;
     --features) features=$2 && shift ;;
     --debug) profile=dev ;;
     --any-glibc) any=1 ;;
+    --torch) torches+=("$2") && shift ;;
     *) sed -n '4s/^# *//p' "$0" >&2 && exit 2 ;;
     esac
     shift
@@ -53,6 +57,15 @@ compile=(g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -fvisibility=default -I 
 "${compile[@]}" -shared python/companion.cpp "$stage/strings.o" "${libraries[0]}" -Wl,-z,nodelete,-z,defs \
     -o "${libraries[1]}"
 rm "$stage/strings.o"
+for site in ${torches[@]+"${torches[@]}"}; do
+    git_version=$(sed -n "s/^git_version = '\(.*\)'/\1/p" "$site/torch/version.py")
+    # Wheels from 2.7 on have strings of C++11.
+    libraries+=("$stage/cualloc/torch-$git_version-cxx11.so")
+    g++ -std=c++20 -O2 -w -fPIC -shared -fvisibility=hidden -I capi/include -isystem "$site/torch/include" \
+        -isystem "$site/torch/include/torch/csrc/api/include" -isystem "$(echo "$site"/nvidia/cu[0-9]*/include)" \
+        python/cualloc/torch_allocator.cpp "${libraries[0]}" -L"$site/torch/lib" -ltorch_cuda -lc10_cuda -lc10 \
+        -Wl,-z,nodelete,--unresolved-symbols=ignore-all,--allow-shlib-undefined -o "${libraries[-1]}"
+done
 strip --strip-unneeded "${libraries[@]}"
 
 # used PREFIX: the latest version of a library's interface that the two use.
