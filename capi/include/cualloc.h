@@ -487,6 +487,45 @@ typedef struct cualloc_footprint_t {
 typedef uint32_t (*cualloc_stack_source_t)(void *data);
 
 /**
+ * Allocates a segment: device memory of this many bytes, a multiple of 2 MiB, for use on a stream. Returns its address,
+ * a multiple of 512, or 0 if there is no memory. Receives the data of its source. Called without any lock held; it must
+ * not throw, and may call the library.
+ */
+typedef uint64_t (*cualloc_segment_alloc_t)(void *data, uint64_t bytes, void *stream);
+
+/**
+ * Frees a segment, which no work uses any more. Otherwise as cualloc_segment_alloc_t.
+ */
+typedef void (*cualloc_segment_free_t)(void *data, uint64_t address, uint64_t bytes);
+
+/**
+ * Where the segments of a pool come from. Set struct_size to sizeof(cualloc_source_t). Later versions of the library add
+ * fields at the end.
+ */
+typedef struct cualloc_source_t {
+  /**
+   * Size of this structure in bytes, as the caller knows it.
+   */
+  size_t struct_size;
+  /**
+   * Allocates a segment.
+   */
+  cualloc_segment_alloc_t alloc;
+  /**
+   * Frees a segment.
+   */
+  cualloc_segment_free_t free_segment;
+  /**
+   * Null, or the function to call once the source is no longer used.
+   */
+  cualloc_done_t done;
+  /**
+   * Passed to all three functions.
+   */
+  void *data;
+} cualloc_source_t;
+
+/**
  * PyTorch's id of a pool, passed by value (MempoolId_t).
  */
 typedef struct cualloc_torch_pool_id_t {
@@ -797,7 +836,7 @@ int32_t cualloc_checkpoint_visit(const struct cualloc_checkpoint_t *checkpoint,
 
 /**
  * Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now and not in
- * the checkpoint end: freeing one afterwards is an error that changes nothing. Blocks of the checkpoint that are not
+ * the checkpoint end: they must not be freed any more, because a later block may have the address. Blocks of the checkpoint that are not
  * live now become live again, and are freed with cualloc_free. Checkpoints of a pool may be restored in any order and
  * any number of times.
  *
@@ -1288,6 +1327,29 @@ int32_t cualloc_shared(int32_t device,
 struct cualloc_t *cualloc_shared_made(int32_t device);
 
 /**
+ * Creates a graph pool whose segments come from another allocator. Segments are as large as the request that needs
+ * them, rounded up to 2 MiB; they are divided into blocks, and freed when the pool returns its memory. The pool cannot
+ * be suspended, and its segments do not become accessible to peers (cualloc_add_peer). Their bytes count against the
+ * limit, but the limit does not bound them.
+ *
+ * done is called on any thread once the pool and its memory are gone, also if this call fails after it has checked its
+ * arguments.
+ *
+ * Errors: as cualloc_pool_create, and CUALLOC_INVALID_ARGUMENT for a null source, alloc or free_segment, or a
+ * struct_size smaller than that of the first version. *out is then null.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `source` is null or points to `struct_size` bytes. Its functions may be called with its data from any thread until
+ * done is called. A segment is memory of the allocator's device that nothing else uses until it is freed. `out` is null
+ * or writable.
+ */
+int32_t cualloc_pool_create_over(struct cualloc_t *allocator,
+                                 const struct cualloc_source_t *source,
+                                 struct cualloc_pool_t **out);
+
+/**
  * Returns memory to the driver and keeps its addresses, so that other processes can use the memory until
  * cualloc_resume. select is one of CUALLOC_SELECT_..., and which identifies the selected pool or tag; contents is one
  * of CUALLOC_CONTENTS_... Blocks stay live, and may be freed while suspended. Waits for all work of the contexts
@@ -1372,6 +1434,13 @@ void cualloc_torch_free(void *ptr,
  * As cualloc_free.
  */
 void cualloc_torch_delete(void *ptr);
+
+/**
+ * Retries the frees that cualloc_torch_free and cualloc_torch_delete deferred. Those that fail again stay deferred.
+ *
+ * May be called from any thread, with any current context.
+ */
+void cualloc_torch_retry_frees(void);
 
 /**
  * PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA is initialised: loads the driver, so
@@ -1467,14 +1536,19 @@ int32_t cualloc_torch_pool_release(int32_t device, struct cualloc_torch_pool_id_
 
 /**
  * PyTorch's hook when a program creates a pool (MemPool): counts one more use of the pool with this id, which is
- * created if there is none. cualloc_torch_pool_release ends the use.
+ * created if there is none, over a source unless that is null. cualloc_torch_pool_release ends the use. If the pool
+ * exists already, the source is not used, and its done is called.
  *
- * Errors: as cualloc_create and cualloc_pool_create; then nothing was counted.
+ * Errors: as cualloc_create and cualloc_pool_create_over; then nothing was counted.
  *
  * May be called from any thread, with any current context.
+ *
+ * The caller guarantees:
+ * `source` is null, or as for cualloc_pool_create_over.
  */
 int32_t cualloc_torch_pool_retain(int32_t device,
-                                  struct cualloc_torch_pool_id_t id);
+                                  struct cualloc_torch_pool_id_t id,
+                                  const struct cualloc_source_t *source);
 
 /**
  * Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such

@@ -1,10 +1,15 @@
-//! Checkpoints of graph pools, visits to memory, and peers, over the simulator.
+//! Checkpoints and sources of graph pools, visits to memory, peers and deferred frees, over the simulator.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 
 use super::*;
-use crate::pool_tests::{Asked, allocator, enter, pool_of, scope};
+use crate::pool_tests::{
+    Asked, allocator, enter, pool_of, scope, shared_is_simulated, torch_begin, torch_footprint,
+    torch_id,
+};
 use crate::tests::world;
 
 unsafe extern "C" fn note(data: *mut c_void, address: u64, bytes: u64) {
@@ -138,4 +143,129 @@ fn a_peer_is_added_by_its_number() {
     assert_eq!(cualloc_add_peer(null_mut(), 0), CUALLOC_INVALID_ARGUMENT);
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
     assert_eq!(cualloc_add_peer(allocator, 0), CUALLOC_CLOSED);
+}
+
+/// Segments out of an allocator, and how often they were requested, freed and given up.
+struct Segments {
+    allocator: *mut cualloc_t,
+    counts: [AtomicU32; 3],
+}
+
+unsafe extern "C" fn segment(data: *mut c_void, bytes: u64, stream: *mut c_void) -> u64 {
+    // SAFETY: the test passes its segments.
+    let segments = unsafe { &*data.cast::<Segments>() };
+    segments.counts[0].fetch_add(1, Ordering::Relaxed);
+    let mut address = 0;
+    // SAFETY: the stream is the request's, and the pointer is to a local.
+    unsafe { cualloc_alloc(segments.allocator, bytes as usize, stream, &mut address) };
+    address
+}
+
+unsafe extern "C" fn free_segment(data: *mut c_void, address: u64, _: u64) {
+    // SAFETY: as above; the pool frees what nothing uses.
+    let segments = unsafe { &*data.cast::<Segments>() };
+    segments.counts[1].fetch_add(1, Ordering::Relaxed);
+    // SAFETY: as above.
+    let freed = unsafe { cualloc_free(segments.allocator, address) };
+    assert_eq!(freed, CUALLOC_OK);
+}
+
+unsafe extern "C" fn give_up(data: *mut c_void) {
+    // SAFETY: as above.
+    unsafe { &*data.cast::<Segments>() }.counts[2].fetch_add(1, Ordering::Relaxed);
+}
+
+#[test]
+fn a_pool_over_a_source_frees_its_segments_and_then_the_source() {
+    let _one = world();
+    let (own, asked) = (allocator(), Asked::default());
+    let segments = Segments {
+        allocator: allocator(),
+        counts: Default::default(),
+    };
+    let counts = || {
+        segments
+            .counts
+            .each_ref()
+            .map(|count| count.load(Ordering::Relaxed))
+    };
+    let mut source = cualloc_source_t {
+        struct_size: size_of::<cualloc_source_t>(),
+        alloc: Some(segment),
+        free_segment: Some(free_segment),
+        done: Some(give_up),
+        data: (&raw const segments).cast_mut().cast(),
+    };
+    let mut pool = null_mut();
+    // SAFETY: the source and its data outlive the pool.
+    let create = |source: &cualloc_source_t, pool: &mut _| unsafe {
+        cualloc_pool_create_over(own, source, pool)
+    };
+    assert_eq!(create(&source, &mut pool), CUALLOC_OK);
+    let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+    assert_eq!(code, CUALLOC_OK);
+    let blocks = [3 << 20, 1 << 20, 5 << 20].map(|bytes| take(own, bytes));
+    assert_eq!(counts(), [2, 0, 0]);
+    for block in blocks {
+        // SAFETY: nothing uses it.
+        assert_eq!(unsafe { cualloc_free(own, block) }, CUALLOC_OK);
+    }
+    assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+    assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
+    // SAFETY: null pointers are ignored.
+    let emptied = unsafe { cualloc_empty_cache(own, null_mut(), null_mut()) };
+    assert_eq!(emptied, CUALLOC_OK);
+    assert_eq!(counts(), [2, 2, 1]);
+    // PyTorch's pool of an id has one source; another one is given up.
+    shared_is_simulated();
+    let id = cualloc_torch_pool_id_t {
+        first: 0,
+        second: 77,
+    };
+    for uses in 1..=2 {
+        // SAFETY: as above.
+        let code = unsafe { cualloc_torch_pool_retain(0, id, &source) };
+        assert_eq!((code, counts()[2]), (CUALLOC_OK, uses));
+        assert_eq!(cualloc_torch_pool_uses(0, id), u64::from(uses));
+    }
+    for uses in [1, 0] {
+        assert_eq!(cualloc_torch_pool_release(0, id), CUALLOC_OK);
+        assert_eq!(cualloc_torch_pool_uses(0, id), uses);
+    }
+    assert_eq!(counts(), [2, 2, 3]);
+    source.alloc = None;
+    assert_eq!(create(&source, &mut pool), CUALLOC_INVALID_ARGUMENT);
+    assert_eq!(counts(), [2, 2, 3]);
+    for allocator in [own, segments.allocator] {
+        assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+    }
+}
+
+#[test]
+fn deferred_frees_are_retried_when_a_scope_ends_although_others_are_open() {
+    let _one = world();
+    shared_is_simulated();
+    let (asked, [open, id, last]) = (Asked::default(), [4, 5, 6].map(torch_id));
+    asked.answer.store(true, Ordering::Relaxed);
+    for begun in [open, id] {
+        torch_begin(begun, &asked);
+    }
+    // SAFETY: the stream is the thread's own.
+    let block = unsafe { cualloc_torch_alloc(1 << 20, 0, 2 as *mut c_void) };
+    let address = block as usize;
+    assert_eq!(cualloc_torch_pool_end(0, id), CUALLOC_OK);
+    let freed = thread::spawn(move || {
+        // SAFETY: nothing uses it.
+        unsafe { cualloc_torch_delete(address as *mut c_void) };
+    });
+    freed.join().unwrap();
+    let blocks = || torch_footprint(id).map(|now| now.blocks);
+    assert_eq!(blocks(), Some(1));
+    torch_begin(last, &asked);
+    assert_eq!(cualloc_torch_pool_end(0, last), CUALLOC_OK);
+    assert_eq!(blocks(), Some(0));
+    assert_eq!(cualloc_torch_pool_end(0, open), CUALLOC_OK);
+    for begun in [open, id, last] {
+        assert_eq!(cualloc_torch_pool_release(0, begun), CUALLOC_OK);
+    }
 }

@@ -100,7 +100,7 @@ pub unsafe extern "C" fn cualloc_checkpoint_visit(
 }
 
 /// Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now and not in
-/// the checkpoint end: freeing one afterwards is an error that changes nothing. Blocks of the checkpoint that are not
+/// the checkpoint end: they must not be freed any more, because a later block may have the address. Blocks of the checkpoint that are not
 /// live now become live again, and are freed with cualloc_free. Checkpoints of a pool may be restored in any order and
 /// any number of times.
 ///

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use cualloc::allocator::{GraphPool, PoolScope, as_predicate, is_in_predicate};
+use cualloc::allocator::{GraphPool, PoolScope, SegmentSource, as_predicate, is_in_predicate};
 use cualloc::error::GraphPoolError;
 use cualloc::held::{Locked, Mutex};
 use cualloc::{Allocator, Error, Tag};
@@ -76,16 +76,25 @@ const FOREIGN: Failure = Failure::Reason(
     "the graph pool belongs to another allocator",
 );
 
-/// Creates a pool of an allocator, with or without a tag.
+/// What distinguishes a new pool.
+pub(crate) enum PoolKind {
+    Plain,
+    Tagged(Tag),
+    /// Its segments come from a source.
+    Over(Arc<dyn SegmentSource>),
+}
+
+/// Creates a pool of an allocator.
 pub(crate) fn add(
     allocator: *mut cualloc_t,
-    tag: Option<Tag>,
+    kind: PoolKind,
 ) -> Result<*mut cualloc_pool_t, Failure> {
     drop(known()?);
     let entered = handles::enter(allocator)?;
-    let pool = match tag {
-        Some(tag) => entered.allocator().graph_pool_for(tag),
-        None => entered.allocator().graph_pool(),
+    let pool = match kind {
+        PoolKind::Plain => entered.allocator().graph_pool(),
+        PoolKind::Tagged(tag) => entered.allocator().graph_pool_for(tag),
+        PoolKind::Over(source) => entered.allocator().graph_pool_over(source),
     };
     let pool = pool.map_err(|error| handles::convert_error(entered.allocator(), error))?;
     // The allocator is entered, so a destroy that begins now will find the pool here.

@@ -290,7 +290,7 @@ fn torch_name(number: u64) -> Result<(i32, cualloc_torch_pool_id_t), i32> {
     }
 }
 
-fn torch_footprint(id: cualloc_torch_pool_id_t) -> Option<cualloc_footprint_t> {
+pub(crate) fn torch_footprint(id: cualloc_torch_pool_id_t) -> Option<cualloc_footprint_t> {
     let pool = cualloc_torch_pool(0, id);
     let mut out = cualloc_footprint_t {
         struct_size: size_of::<cualloc_footprint_t>(),

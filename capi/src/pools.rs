@@ -8,7 +8,7 @@ use cualloc::driver::Stream;
 use cualloc::{Allocator, Error};
 
 use crate::entry::{call, give};
-use crate::pool_table::{self, Opened, Predicate};
+use crate::pool_table::{self, Opened, PoolKind, Predicate};
 use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 use crate::stats::{self, room, write};
 use crate::{cualloc_pool_t, cualloc_t, tags};
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn cualloc_pool_create(
     out: *mut *mut cualloc_pool_t,
 ) -> i32 {
     // SAFETY: the caller's contract.
-    unsafe { give(out, || pool_table::add(allocator, None)) }
+    unsafe { give(out, || pool_table::add(allocator, PoolKind::Plain)) }
 }
 
 /// Like cualloc_pool_create, with a tag: a text by which all pools that share it are suspended together
@@ -129,7 +129,11 @@ pub unsafe extern "C" fn cualloc_pool_create_tagged(
     out: *mut *mut cualloc_pool_t,
 ) -> i32 {
     // SAFETY: the caller's contract.
-    unsafe { give(out, || pool_table::add(allocator, Some(tags::of(tag)?))) }
+    unsafe {
+        give(out, || {
+            pool_table::add(allocator, PoolKind::Tagged(tags::of(tag)?))
+        })
+    }
 }
 
 /// Opens a scope: sends matching requests to a pool until *scope is left. If several scopes match a request, one for

@@ -3,6 +3,7 @@
 //! PyTorch does not treat a null pointer as a failure, so a C++ layer throws an exception instead
 //! (`python/companion.cpp`). Hooks for the pools of graphs are in `torch_pools`.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -24,10 +25,10 @@ static DEFERRED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
 /// Whether `DEFERRED` is not empty.
 static ANY_DEFERRED: AtomicBool = AtomicBool::new(false);
 
-/// Number of open scopes of pools, which are captures of PyTorch in progress.
+/// Number of open scopes of pools: captures of PyTorch in progress, among others.
 pub(crate) static OPEN_SCOPES: AtomicUsize = AtomicUsize::new(0);
 
-/// Retries deferred frees, unless captures of PyTorch are in progress: every retry would fail until they end.
+/// Retries deferred frees, unless scopes of pools are open: while a capture is in progress, every retry would fail.
 #[cold]
 #[inline(never)]
 pub(crate) fn retry_deferred_frees() {
@@ -37,7 +38,10 @@ pub(crate) fn retry_deferred_frees() {
 }
 
 /// Frees the blocks whose free failed earlier. Those that fail again stay.
-fn free_deferred() {
+pub(crate) fn free_deferred() {
+    if !ANY_DEFERRED.load(Ordering::Relaxed) {
+        return;
+    }
     // In a forked child, a thread that does not exist there may hold the lock.
     if options::refuse_child().is_err() {
         return;
@@ -225,15 +229,39 @@ pub unsafe extern "C" fn cualloc_torch_delete(ptr: *mut c_void) {
         return;
     }
     let address = ptr.addr() as u64;
-    let owns = |allocator: &Allocator| Ok(allocator.owns(address));
-    let mut allocators = shared::all().peekable();
-    while let Some(allocator) = allocators.next() {
-        // With one device there is nothing to search.
-        let found = allocators.peek().is_none() || handles::with(allocator, owns).unwrap_or(false);
-        if found {
-            return free(allocator, address);
-        }
+    let mut allocators = shared::all();
+    match (allocators.next(), allocators.next()) {
+        (Some(only), None) => free(only, address),
+        _ => delete_of_several(address),
     }
+}
+
+/// [`cualloc_torch_delete`] with several devices. The device of a thread's last block comes first.
+#[inline(never)]
+fn delete_of_several(address: u64) {
+    thread_local! {
+        static LAST: Cell<u64> = const { Cell::new(0) };
+    }
+    let last = std::iter::once(LAST.get() as *mut cualloc_t).filter(|last| !last.is_null());
+    let owns = |allocator: &Allocator| Ok(allocator.owns(address));
+    let owner = last
+        .chain(shared::all())
+        .find(|allocator| handles::with(*allocator, owns).unwrap_or(false));
+    if let Some(owner) = owner {
+        LAST.set(owner as u64);
+        free(owner, address);
+    }
+}
+
+/// Retries the frees that cualloc_torch_free and cualloc_torch_delete deferred. Those that fail again stay deferred.
+///
+/// May be called from any thread, with any current context.
+#[unsafe(no_mangle)]
+pub extern "C" fn cualloc_torch_retry_frees() {
+    call(|| {
+        free_deferred();
+        Ok(())
+    });
 }
 
 /// PyTorch's hook when a pluggable allocator is set (with 0 devices) and when CUDA is initialised: loads the driver, so

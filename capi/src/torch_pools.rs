@@ -15,9 +15,11 @@ use cualloc::ThreadId;
 use cualloc::held::{Locked, Mutex};
 
 use crate::entry::{call, value};
+use crate::pool_table::{self, PoolKind};
 use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
 use crate::results::{CUALLOC_NOT_LIVE, Failure};
-use crate::{cualloc_pool_t, options, pool_table, shared, torch};
+use crate::sources::{self, cualloc_source_t};
+use crate::{cualloc_pool_t, options, shared, torch};
 
 /// PyTorch's id of a pool, passed by value (MempoolId_t).
 #[repr(C)]
@@ -81,12 +83,12 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
 }
 
 /// Counts one more use of a pool, which is created if there is none, and returns the pool's handle.
-fn count_use(name: Name) -> Result<u64, Failure> {
+fn count_use(name: Name, kind: PoolKind) -> Result<u64, Failure> {
     let allocator = shared::of(name.0)?;
     if let Some(handle) = known()?.pools.get_mut(&name).map(Pool::begin) {
         return Ok(handle);
     }
-    let made = pool_table::add(allocator, None)? as u64;
+    let made = pool_table::add(allocator, kind)? as u64;
     let new = Pool {
         handle: made,
         begun: 0,
@@ -120,7 +122,7 @@ pub unsafe extern "C" fn cualloc_torch_pool_begin(
 ) -> i32 {
     call(|| {
         let name = (device, id);
-        let handle = count_use(name)?;
+        let handle = count_use(name, PoolKind::Plain)?;
         let which = cualloc_scope_t {
             struct_size: size_of::<cualloc_scope_t>(),
             kind: CUALLOC_SCOPE_WHEN,
@@ -177,7 +179,7 @@ pub extern "C" fn cualloc_torch_pool_end(device: i32, id: cualloc_torch_pool_id_
 fn end(open: &Open) -> Result<(), Failure> {
     let left = pool_table::leave(open.handle as *mut cualloc_pool_t, open.scope);
     torch::OPEN_SCOPES.fetch_sub(1, Ordering::Relaxed);
-    torch::retry_deferred_frees();
+    torch::free_deferred();
     left
 }
 
@@ -196,14 +198,29 @@ pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool
 }
 
 /// PyTorch's hook when a program creates a pool (MemPool): counts one more use of the pool with this id, which is
-/// created if there is none. cualloc_torch_pool_release ends the use.
+/// created if there is none, over a source unless that is null. cualloc_torch_pool_release ends the use. If the pool
+/// exists already, the source is not used, and its done is called.
 ///
-/// Errors: as cualloc_create and cualloc_pool_create; then nothing was counted.
+/// Errors: as cualloc_create and cualloc_pool_create_over; then nothing was counted.
 ///
 /// May be called from any thread, with any current context.
+///
+/// # Safety
+/// `source` is null, or as for cualloc_pool_create_over.
 #[unsafe(no_mangle)]
-pub extern "C" fn cualloc_torch_pool_retain(device: i32, id: cualloc_torch_pool_id_t) -> i32 {
-    call(|| count_use((device, id)).map(drop))
+pub unsafe extern "C" fn cualloc_torch_pool_retain(
+    device: i32,
+    id: cualloc_torch_pool_id_t,
+    source: *const cualloc_source_t,
+) -> i32 {
+    call(|| {
+        let kind = match source.is_null() {
+            true => PoolKind::Plain,
+            // SAFETY: the caller's contract.
+            false => unsafe { sources::kind_of(source) }?,
+        };
+        count_use((device, id), kind).map(drop)
+    })
 }
 
 /// Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +20,8 @@ _SOURCE = os.path.join(_HERE, "torch_allocator.cpp")
 _LIBRARY = os.path.join(_HERE, "libcualloc.so")
 # The first version whose class torch_allocator.cpp is written for.
 _OLDEST = (2, 9)
+# The headers that define PyTorch's class.
+_CLASS = ("c10/core/Allocator.h", "c10/cuda/CUDACachingAllocator.h", "torch/csrc/cuda/CUDAPluggableAllocator.h")
 # A compiler that hangs must not stop the program.
 _SECONDS = 300
 
@@ -35,7 +38,9 @@ def load():
     if getattr(torch.version, "hip", None):
         raise Unavailable("PyTorch is built for ROCm")
     built = os.path.join(_HERE, _name(""))
-    path = built if os.path.exists(built) else _compiled()
+    # PyTorch has no git version where it was built from an archive.
+    known = torch.version.git_version not in (None, "Unknown")
+    path = built if known and os.path.exists(built) else _compiled()
     try:
         return ctypes.CDLL(path)
     except OSError as error:
@@ -50,8 +55,9 @@ def _name(suffix):
 
 def _compiled():
     """Returns the path of the library in the cache, which is compiled if it is not there."""
-    key = hashlib.sha256()
-    for path in (_SOURCE, os.path.join(_HERE, "cualloc.h")):
+    key = hashlib.sha256(f"{torch.__version__} {torch.version.cuda}".encode())
+    headers = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "include")
+    for path in (_SOURCE, os.path.join(_HERE, "cualloc.h"), *(os.path.join(headers, name) for name in _CLASS)):
         try:
             with open(path, "rb") as file:
                 key.update(file.read())
@@ -70,14 +76,14 @@ def _cache():
 
 def compile_to(path):
     """Compiles the library against the installed PyTorch; raises Unavailable."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if not compiler or shutil.which(compiler[0]) is None:
         raise Unavailable("there is no C++ compiler (g++, or the one that CXX names)")
     root = os.path.dirname(os.path.abspath(torch.__file__))
     includes = [_HERE, os.path.join(root, "include"), os.path.join(root, "include/torch/csrc/api/include")]
     includes += _cuda_headers(root)
     libraries = os.path.join(root, "lib")
-    command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
+    command = [*compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     command += [f"-isystem{include}" for include in includes]
     command += [_SOURCE, _LIBRARY, f"-L{libraries}", "-ltorch_cuda", "-lc10_cuda", "-lc10", "-Wl,-z,nodelete"]
@@ -90,7 +96,7 @@ def compile_to(path):
             ended = subprocess.run([*command, "-o", made], capture_output=True, text=True, timeout=_SECONDS)
             if ended.returncode != 0:
                 first = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr[:200])
-                raise Unavailable(f"{os.path.basename(compiler)} cannot compile {_SOURCE}: {first.strip()}")
+                raise Unavailable(f"{compiler[0]} cannot compile {_SOURCE}: {first.strip()}")
             # Other processes may compile it, too: the last one's is as good as the first one's.
             os.replace(made, path)
     except (OSError, subprocess.SubprocessError) as error:

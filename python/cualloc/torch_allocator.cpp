@@ -7,6 +7,7 @@
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
@@ -85,6 +86,38 @@ bool ask(void *filter, void *stream) {
 
 void forget(void *filter) { delete static_cast<Filter *>(filter); }
 
+// Another allocator as the source of a pool's segments. Nothing may be thrown into the C library.
+struct SegmentsOf {
+    std::shared_ptr<CUDAAllocator> allocator;
+    c10::DeviceIndex device;
+
+    static std::uint64_t allocate(void *data, std::uint64_t bytes, void *stream) {
+        const auto &self = *static_cast<SegmentsOf *>(data);
+        try {
+            const c10::cuda::CUDAGuard guard(self.device);
+            // The allocator may call functions that are refused while a stream captures.
+            const c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
+            void *memory = self.allocator->raw_alloc_with_stream(bytes, static_cast<cudaStream_t>(stream));
+            return reinterpret_cast<std::uintptr_t>(memory);
+        } catch (...) {
+            return 0;
+        }
+    }
+
+    static void free(void *data, std::uint64_t address, std::uint64_t) {
+        const auto &self = *static_cast<SegmentsOf *>(data);
+        try {
+            const c10::cuda::CUDAGuard guard(self.device);
+            const c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
+            self.allocator->raw_delete(reinterpret_cast<void *>(address));
+        } catch (const std::exception &error) {
+            TORCH_WARN("cannot free a segment of a torch.cuda.MemPool: ", error.what());
+        }
+    }
+
+    static void done(void *data) { delete static_cast<SegmentsOf *>(data); }
+};
+
 // The live blocks of a pool at some time.
 struct Checkpoint final : AllocatorState {
     Checkpoint(cualloc_pool_t *pool, MempoolId_t id) : id(id) { check(cualloc_pool_checkpoint(pool, &handle)); }
@@ -121,7 +154,7 @@ struct Visit {
     // The end of the block that was visited last.
     std::size_t end = 0;
 
-    static void segment(void *data, const cualloc_segment_t *found) {
+    static void segment(void *data, const cualloc_segment_t *found) noexcept {
         auto &visit = *static_cast<Visit *>(data);
         SegmentInfo segment;
         segment.device = visit.device;
@@ -134,7 +167,7 @@ struct Visit {
         visit.end = found->address;
     }
 
-    static void block(void *data, const cualloc_block_t *found) {
+    static void block(void *data, const cualloc_block_t *found) noexcept {
         auto &visit = *static_cast<Visit *>(data);
         SegmentInfo &segment = visit.segments.back();
         BlockInfo block;
@@ -214,8 +247,14 @@ struct Allocator final : Base {
         check(cualloc_torch_fraction(fraction, device));
     }
 
-    // All caches, also for the id of one pool.
-    void emptyCache(MempoolId_t) override { cualloc_torch_reset(); }
+    // A pool returns its memory when it is released.
+    void emptyCache(MempoolId_t id) override {
+        if (id == MempoolId_t{0, 0}) {
+            cualloc_torch_reset();
+        } else {
+            cualloc_torch_retry_frees();
+        }
+    }
 
     // The largest request that could succeed, if no free memory is pending: free memory need not be contiguous.
     void cacheInfo(c10::DeviceIndex device, std::size_t *largest) override {
@@ -300,9 +339,13 @@ struct Allocator final : Base {
             for (const auto &[id, scarce] : pools_of(device)) {
                 visit.id = id;
                 cualloc_pool_t *pool = all || id == wanted ? cualloc_torch_pool(device, id_of(id)) : nullptr;
-                if (pool) check(cualloc_pool_visit(pool, &Visit::segment, &Visit::block, &visit));
+                const std::int32_t code =
+                    pool ? cualloc_pool_visit(pool, &Visit::segment, &Visit::block, &visit) : CUALLOC_OK;
+                // Another thread may release the pool.
+                if (code != CUALLOC_CLOSED) check(code);
             }
         }
+        found.device_traces.resize(c10::cuda::device_count());
         found.config_metadata.last_allocator_settings = "cualloc";
         return found;
     }
@@ -328,7 +371,8 @@ struct Allocator final : Base {
     }
 
     void releasePool(c10::DeviceIndex device, MempoolId_t id) override {
-        check(cualloc_torch_pool_release(device, id_of(id)));
+        // Destructors call this. It fails only in a forked child, and for an allocator that is gone.
+        cualloc_torch_pool_release(device, id_of(id));
         if (cualloc_torch_pool_uses(device, id_of(id)) == 0) {
             const std::lock_guard<std::mutex> lock(mutex_);
             pools_.erase({device, id});
@@ -341,13 +385,14 @@ struct Allocator final : Base {
 
 #if TORCH_VERSION_MINOR >= 11
     void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> source) override {
-        create_pool(device, id, source.get());
+        create_pool(device, id, std::move(source));
     }
 
     void setUseOnOOM(c10::DeviceIndex device, MempoolId_t id, bool use) override { use_when_scarce(device, id, use); }
 #else
     void createOrIncrefPool(c10::DeviceIndex device, MempoolId_t id, CUDAAllocator *source) override {
-        create_pool(device, id, source);
+        // The caller keeps the allocator alive.
+        create_pool(device, id, std::shared_ptr<CUDAAllocator>(source, [](CUDAAllocator *) {}));
     }
 
     void setUseOnOOM(c10::DeviceIndex device, MempoolId_t id) override { use_when_scarce(device, id, true); }
@@ -397,13 +442,20 @@ private:
     }
 
     static std::shared_ptr<Checkpoint> checkpoint_of(c10::DeviceIndex device, MempoolId_t id) {
+        cualloc_torch_retry_frees();
         return std::make_shared<Checkpoint>(pool_of(device, id), id);
     }
 
-    void create_pool(c10::DeviceIndex device, MempoolId_t id, const CUDAAllocator *source) {
-        TORCH_CHECK_NOT_IMPLEMENTED(!source, "cualloc cannot divide the segments of another allocator: create the "
-                                             "torch.cuda.MemPool without an allocator");
-        check(cualloc_torch_pool_retain(device, id_of(id)));
+    void create_pool(c10::DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator) {
+        cualloc_source_t source{};
+        if (allocator) {
+            source.struct_size = sizeof source;
+            source.alloc = &SegmentsOf::allocate;
+            source.free_segment = &SegmentsOf::free;
+            source.done = &SegmentsOf::done;
+            source.data = new SegmentsOf{std::move(allocator), device};
+        }
+        check(cualloc_torch_pool_retain(device, id_of(id), source.data ? &source : nullptr));
         note_pool(device, id);
     }
 

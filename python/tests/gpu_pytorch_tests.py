@@ -20,7 +20,6 @@ import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 _FIGURES = "compares with the figures of segments that PyTorch's own allocator makes"
-_FOREIGN = "divides the segments of another allocator"
 _SNAPSHOT = "asks for stacks or settings in a snapshot of PyTorch's own allocator"
 _SETTINGS = "sets PyTorch's own allocator otherwise, or turns it off, and asks what it makes of that"
 _ELSEWHERE = "is not about memory"
@@ -46,7 +45,6 @@ LEFT_OUT = {
     "TestCudaMallocAsync.test_cachingAllocator_raw_alloc": _SETTINGS,
     "TestBlockStateAbsorption.": None,
     "TestMemPool.": None,
-    "TestMemPool.test_mempool_with_allocator": _FOREIGN,
     "TestCachingHostAllocatorCudaGraph.": "is about page-locked memory, which stays PyTorch's own",
 }
 # Those that fill the device, or look at what is free there, run when no other does.

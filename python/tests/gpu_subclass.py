@@ -2,9 +2,14 @@
 
 Prints one line of JSON for each piece of work: what it computed, and the most that was reserved."""
 
+import ctypes
 import functools
 import json
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 
@@ -110,6 +115,47 @@ def mem_pool(_):
             "left": torch.cuda.memory_allocated() - before}
 
 
+PLAIN = """
+#include <cuda_runtime_api.h>
+#include <sys/types.h>
+static int live;
+extern "C" void *plain_alloc(ssize_t bytes, int, cudaStream_t) {
+    void *memory = nullptr;
+    live += cudaMalloc(&memory, bytes) == cudaSuccess;
+    return memory;
+}
+extern "C" void plain_free(void *memory, ssize_t, int, cudaStream_t) { live -= cudaFree(memory) == cudaSuccess; }
+extern "C" int plain_live() { return live; }
+"""
+
+
+def mem_pool_over_an_allocator(_):
+    if not shutil.which("nvcc"):
+        return {"values": [], "skipped": "there is no nvcc"}
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = os.path.join(folder, "plain.cpp"), os.path.join(folder, "plain.so")
+        with open(source, "w", encoding="utf-8") as file:
+            file.write(PLAIN)
+        command = ["nvcc", "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared", source, "-o", library]
+        subprocess.run(command, check=True)
+        plain = ctypes.CDLL(library)
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(library, "plain_alloc", "plain_free")
+    pool = torch.cuda.MemPool(allocator.allocator())
+    with torch.cuda.use_mem_pool(pool):
+        x, y = (torch.full((MIB,), float(n), device="cuda") for n in (2, 3))
+    used = plain.plain_live() > 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.id):
+        z = x * y + 1
+    graph.replay()
+    values = [t.sum().item() for t in (x, y, z)]
+    graph.reset()
+    del x, y, z, graph
+    del pool
+    torch.cuda.empty_cache()
+    return {"values": hexed(values), "used": used, "left": plain.plain_live()}
+
+
 def out_of_memory(_):
     seen = []
     torch._C._cuda_attach_out_of_memory_observer(lambda device, size, total, free: seen.append(size))
@@ -163,6 +209,7 @@ WORK = {
     "inductor_train": (trees_train, {"mode": "reduce-overhead"}),
     "inductor_paths": (trees_paths, {"mode": "reduce-overhead"}),
     "mem_pool": (mem_pool, None),
+    "mem_pool_over_an_allocator": (mem_pool_over_an_allocator, None),
     "out_of_memory": (out_of_memory, None),
     "benchmark": (benchmark, None),
     "figures": (figures, None),

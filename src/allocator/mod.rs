@@ -67,6 +67,7 @@ pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
 #[doc(hidden)]
 pub use graph::scope::{as_predicate, is_in_predicate};
+pub use graph::source::SegmentSource;
 pub use report::{
     BlockInfo, BlockState, Fragmentation, GrowthInfo, GrowthReason, Packing, PhysicalSegment,
     Regime, Scarcity, SegmentInfo, SelfTest, Trimmed,

@@ -28,6 +28,9 @@ pub enum GraphPoolError {
          allocate and record what it needs before the scope is entered"
     )]
     InPredicate,
+    /// The source of the pool's segments returned an unusable address.
+    #[error("expected a segment at a multiple of 512 bytes, found {address:#x}")]
+    Misaligned { address: u64 },
     /// The pool belongs to another allocator.
     #[error("the graph pool belongs to another allocator")]
     ForeignPool,

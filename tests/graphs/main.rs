@@ -38,5 +38,6 @@ mod random;
 mod refused;
 mod reuse;
 mod scopes;
+mod sources;
 mod support;
 mod uses;

@@ -190,7 +190,7 @@ fn a_peer_is_added_while_threads_grow_the_memory() {
     with_peer(|rig, peer| {
         for round in 0..20usize {
             let allocator = rig.allocator_with(Config::new());
-            let start = Barrier::new(4);
+            let start = Barrier::new(5);
             let blocks = Mutex::new(Vec::new());
             thread::scope(|scope| {
                 for number in 0..3 {
@@ -205,6 +205,10 @@ fn a_peer_is_added_while_threads_grow_the_memory() {
                         }
                     });
                 }
+                scope.spawn(|| {
+                    start.wait();
+                    (0..20).for_each(|_| drop(allocator.trim(0).unwrap()));
+                });
                 start.wait();
                 (0..round * 40).for_each(|_| thread::yield_now());
                 allocator.add_peer(1).unwrap();
@@ -217,6 +221,33 @@ fn a_peer_is_added_while_threads_grow_the_memory() {
             for block in blocks.into_inner().unwrap() {
                 peer.assert_access(block.ptr());
             }
+        }
+    });
+}
+
+/// Memory that is suspended or resumed meanwhile is accessible once it is back.
+#[test]
+fn a_peer_is_added_while_memory_is_suspended_and_resumed() {
+    with_peer(|rig, peer| {
+        for round in 0..20usize {
+            let world = World::new(rig, Config::new());
+            let start = Barrier::new(2);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    start.wait();
+                    for _ in 0..3 {
+                        suspend(&world.allocator, Contents::Drop);
+                        resume(&world.allocator);
+                    }
+                });
+                start.wait();
+                (0..round * 40).for_each(|_| thread::yield_now());
+                world.allocator.add_peer(1).unwrap();
+            });
+            world
+                .addresses()
+                .iter()
+                .for_each(|at| peer.assert_access(*at));
         }
     });
 }

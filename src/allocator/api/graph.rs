@@ -12,6 +12,7 @@ use crate::allocator::api::block::Block;
 use crate::allocator::graph::Footprint;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::scope::Kind;
+use crate::allocator::graph::source::{SegmentSource, Source};
 use crate::allocator::graph::user::User;
 use crate::allocator::report::SegmentInfo;
 use crate::error::Error;
@@ -24,7 +25,22 @@ impl Allocator {
     /// [`Error::NotSupported`] under the classic policy; [`Error::Closed`], a lost context.
     pub fn graph_pool(&self) -> Result<GraphPool, Error> {
         Ok(GraphPool {
-            id: scopes::add_pool(&self.engine)?,
+            id: scopes::add_pool(&self.engine, None)?,
+            allocator: self.clone(),
+        })
+    }
+
+    /// Creates a pool whose segments come from another allocator. Segments are as large as the request that needs them,
+    /// rounded up to 2 MiB; they are divided into blocks, and freed when the pool releases its memory. The pool has no
+    /// views and cannot be suspended, and its segments do not become accessible to peers ([`add_peer`](Self::add_peer)).
+    /// Their bytes count against the limit, but the limit does not bound them.
+    ///
+    /// # Errors
+    /// As [`graph_pool`](Self::graph_pool). A request for which the source has no memory fails with
+    /// [`Error::OutOfMemory`].
+    pub fn graph_pool_over(&self, source: Arc<dyn SegmentSource>) -> Result<GraphPool, Error> {
+        Ok(GraphPool {
+            id: scopes::add_pool(&self.engine, Some(Source(source)))?,
             allocator: self.clone(),
         })
     }

@@ -1,9 +1,17 @@
 //! Access of other devices to an allocator's memory.
 
+use std::collections::HashSet;
+
 use crate::allocator::engine::{Engine, ensure_can_access};
+use crate::allocator::graph::Pool;
 use crate::allocator::heap::Heap;
 use crate::allocator::size::GRANULE;
+use crate::driver::sys;
 use crate::error::Error;
+use crate::locks::lock::pause;
+
+/// How often access to a mapping that another thread changes is requested again: about a second.
+const ROUNDS: u32 = 10_000;
 
 /// Grants a device access to all memory of the allocator, present and future.
 pub(crate) fn add(engine: &Engine, ordinal: usize) -> Result<(), Error> {
@@ -24,26 +32,38 @@ pub(crate) fn add(engine: &Engine, ordinal: usize) -> Result<(), Error> {
     let ranges = mappings(&*engine.open()?);
     let entered = engine.context.enter().map_err(|e| engine.error(e))?;
     for (at, bytes) in ranges {
-        // SAFETY: the range is a whole mapping, or was one: then the call fails.
-        let granted =
-            unsafe { entered.set_access(at, bytes as usize, std::slice::from_ref(&peer)) };
-        if let Err(error) = granted
-            && (error.is_fatal() || mappings(&engine.lock()).contains(&(at, bytes)))
-        {
-            return Err(engine.error(error));
+        let mut round = 0;
+        let grant = || {
+            // SAFETY: the range is a whole mapping, or was one or will be: then the call fails.
+            unsafe { entered.set_access(at, bytes as usize, std::slice::from_ref(&peer)) }
+        };
+        while let Err(error) = grant() {
+            if !mappings(&engine.lock()).contains(&(at, bytes)) {
+                break;
+            }
+            // Another thread is about to release the memory, to suspend it or to resume it.
+            let between = error.code() == sys::CUresult::CUDA_ERROR_INVALID_VALUE;
+            if !between || round == ROUNDS {
+                return Err(engine.error(error));
+            }
+            pause(round);
+            round += 1;
         }
     }
     addition.finish();
     Ok(())
 }
 
-/// Returns all mappings, at home and in views, of the allocator and of its graph pools: address and bytes.
+/// Returns the mappings, at home and in views, of the allocator and of its graph pools, as far as they are in use: address
+/// and bytes.
 fn mappings(heap: &Heap) -> Vec<(u64, u64)> {
-    let present = |home: &u64| !heap.suspended.covers(*home);
+    let records = heap.physical.quarantined.iter();
+    let unusable: HashSet<u64> = records.map(|id| heap.extents.records[*id].addr).collect();
+    let present = |home: &u64| !heap.suspended.is_away(*home) && !unusable.contains(home);
     let homes = heap.physical.holdings.iter();
     let mut found: Vec<(u64, u64)> = homes.map(|(home, held)| (*home, held.bytes)).collect();
     found.retain(|(home, _)| present(home));
-    for (base, view) in &heap.views.map {
+    for (base, view) in heap.views.map.iter().filter(|(_, view)| !view.dead) {
         let mut at = *base;
         for mapping in &view.mappings {
             let bytes = u64::from(mapping.granules) * GRANULE;
@@ -51,8 +71,10 @@ fn mappings(heap: &Heap) -> Vec<(u64, u64)> {
             at += bytes;
         }
     }
-    for pool in heap.graphs.pools.values().filter(|pool| !pool.away) {
-        found.extend(pool.arena.at_home());
+    let own = |pool: &&Pool| !pool.away && pool.source.is_none();
+    for pool in heap.graphs.pools.values().filter(own) {
+        let handles = pool.arena.handles.iter();
+        found.extend(handles.map(|(home, handle)| (*home, handle.bytes)));
         let views = pool.arena.views.iter();
         found.extend(views.flat_map(|(base, view)| view.mappings(*base)));
     }

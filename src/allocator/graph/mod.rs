@@ -21,6 +21,8 @@ pub(crate) mod plan;
 pub(crate) mod pooled;
 pub(crate) mod run;
 pub(crate) mod scope;
+pub(crate) mod segments;
+pub(crate) mod source;
 pub(crate) mod user;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -34,6 +36,7 @@ use crate::allocator::graph::few::Few;
 use crate::allocator::graph::lease::{Lease, Leases};
 use crate::allocator::graph::plan::{Plan, PlanFailure, PlanResources};
 use crate::allocator::graph::scope::Scopes;
+use crate::allocator::graph::source::Source;
 use crate::allocator::graph::user::User;
 use crate::allocator::size::GRANULE;
 use crate::clock::Wakeup;
@@ -58,6 +61,8 @@ pub(crate) struct Graphs {
     /// name them.
     departed: Vec<(u64, User)>,
     has_checkpoints: bool,
+    /// Sources of pools that were removed.
+    ended_sources: Vec<Source>,
     /// The pool in which a block was placed last.
     latest: u64,
     /// Counter of pools, events and blocks.
@@ -68,6 +73,8 @@ pub(crate) struct Graphs {
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     pub arena: Arena,
+    /// Where its segments come from; `None` for the driver.
+    pub source: Option<Source>,
     /// Whether the pool was released: no further capture uses it.
     pub released: bool,
     pub leases: Leases,
@@ -143,9 +150,10 @@ impl Graphs {
         self.count
     }
 
-    pub(crate) fn add_pool(&mut self) -> u64 {
+    pub(crate) fn add_pool(&mut self, source: Option<Source>) -> u64 {
         let pool = self.number();
         let new = Pool {
+            source,
             leases: Leases::new(&self.ended),
             ..Pool::default()
         };
@@ -510,53 +518,6 @@ impl Graphs {
                 && pool.calls == 0
                 && pool.arena.live.is_empty()
         })
-    }
-
-    /// Takes out the arenas of unused pools, with `all` of every pool, otherwise of released ones only. Released pools
-    /// are removed.
-    pub(crate) fn take_idle(&mut self, all: bool) -> Vec<(u64, Arena)> {
-        let pools: Vec<u64> = self.pools.keys().copied().collect();
-        let mut taken = Vec::new();
-        for id in pools {
-            let goes = |pool: &Pool| (all || pool.released) && pool.arena.has_memory();
-            if !self.pools.get(&id).is_some_and(goes) || !self.is_idle(id) {
-                continue;
-            }
-            if let Some(pool) = self.pools.get_mut(&id) {
-                pool.calls += 1;
-                let arena = std::mem::take(&mut pool.arena);
-                pool.planned += arena.held();
-                taken.push((id, arena));
-            }
-        }
-        self.forget_released();
-        taken
-    }
-
-    /// Returns to a pool what could not be released of its memory.
-    pub(crate) fn put_back(&mut self, id: u64, held: u64, left: Arena) {
-        if let Some(pool) = self.pools.get_mut(&id) {
-            pool.calls -= 1;
-            pool.planned -= held;
-            pool.arena.absorb(left);
-        }
-        self.recount();
-        self.forget_released();
-    }
-
-    /// Removes released pools that hold nothing.
-    pub(crate) fn forget_released(&mut self) {
-        let gone: Vec<u64> = self
-            .pools
-            .iter()
-            .filter(|(_, pool)| pool.released && pool.calls == 0 && !pool.arena.has_memory())
-            .map(|(id, _)| *id)
-            .collect();
-        for id in gone {
-            if self.is_idle(id) {
-                self.pools.remove(&id);
-            }
-        }
     }
 }
 

@@ -159,6 +159,13 @@ impl Suspensions {
         }
     }
 
+    /// Whether a handle at this home is suspended, and not being resumed.
+    pub(crate) fn is_away(&self, home: u64) -> bool {
+        let handles = self.map.values().flat_map(|away| &away.handles);
+        let mut homes = handles.map(|handle| handle.home);
+        homes.any(|away| away == home)
+    }
+
     /// Whether a handle at this home is suspended, or is being suspended or resumed.
     pub(crate) fn covers(&self, address: u64) -> bool {
         self.overlaps(address, 1)

@@ -346,9 +346,10 @@ fn trim_unused(engine: &Engine) -> Result<(), Error> {
 /// Records that everything is restored.
 fn report_restored(engine: &Engine, mut work: Work<'_>, maker: PhysicalConfig<'_>) {
     work.set_suspended(false);
-    drop(maker);
     let born = work.segments(SegmentChange::Birth);
+    // Publishes the memory.
     drop(work);
+    drop(maker);
     engine.suspender.notify(SegmentChange::Birth, &born);
 }
 

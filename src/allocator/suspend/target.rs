@@ -62,6 +62,11 @@ fn close_pool(graphs: &mut Graphs, id: u64) -> Result<(), Error> {
     if pool.calls > 0 {
         return Err(busy_error(u64::from(pool.calls), pool.arena.held()));
     }
+    if pool.source.is_some() {
+        return Err(Error::NotSupported {
+            what: "suspension of segments of another allocator",
+        });
+    }
     pool.suspended = true;
     Ok(())
 }

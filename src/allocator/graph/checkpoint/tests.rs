@@ -33,7 +33,7 @@ fn block(addr: u64, id: u32, owner: u64) -> (u64, Live) {
 fn blocks_cease_and_revive_where_they_differ() {
     for case in 0..9u32.pow(PLACES) {
         let mut graphs = Graphs::default();
-        let id = graphs.add_pool();
+        let id = graphs.add_pool(None);
         let arena = &mut graphs.pools.get_mut(&id).expect("made above").arena;
         let (handle, bytes) = (1, PHYSICAL_GRANULE);
         arena.handles.insert(HOME, Handle { handle, bytes });

@@ -26,7 +26,7 @@ use crate::allocator::graph::plan::PlanFailure;
 use crate::allocator::graph::scope::{Answer, ScopeQuery, as_predicate, is_in_predicate};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::request::Checked;
-use crate::allocator::size::PHYSICAL_GRANULE;
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::error::{Error, GraphPoolError};
 use crate::locks::thread_id::ThreadId;
 
@@ -229,6 +229,9 @@ fn obtain(
         let plan = match plan {
             Ok(plan) => plan,
             Err(PlanFailure::Homes(bytes)) => {
+                if take_segment(engine, &request, bytes, user.raw)? {
+                    continue;
+                }
                 let leased =
                     streams::lease_addresses(engine, pool, bytes, |arena| &mut arena.homes);
                 leased.map_err(|error| no_addresses_error(engine, &request, error))?;
@@ -279,6 +282,32 @@ fn obtain(
                 pools::make_room(engine, pool, fresh, refusal)?;
             }
         }
+    }
+}
+
+/// Adds a segment of this many bytes to the pool of a request, if the pool has a source of segments.
+fn take_segment(
+    engine: &Engine,
+    request: &PoolRequest,
+    bytes: u64,
+    stream: usize,
+) -> Result<bool, Error> {
+    let Some(source) = engine.open()?.graphs.begin_source_call(request.pool) else {
+        return Ok(false);
+    };
+    let bytes = bytes.next_multiple_of(PHYSICAL_GRANULE);
+    let raw = std::ptr::with_exposed_provenance_mut(stream);
+    let found = source.0.allocate(bytes, raw);
+    let usable = found.filter(|address| *address != 0 && address % GRANULE == 0);
+    let segment = usable.map(|address| (address, bytes));
+    engine.lock().graphs.end_source_call(request.pool, segment);
+    match (found, usable) {
+        (_, Some(_)) => Ok(true),
+        (Some(address), None) => {
+            source.0.free(address, bytes);
+            Err(GraphPoolError::Misaligned { address }.into())
+        }
+        (None, None) => Err(no_room_error(engine, request, bytes, None)),
     }
 }
 

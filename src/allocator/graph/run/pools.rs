@@ -323,8 +323,11 @@ pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
     for (pool, mut arena) in taken {
         let held = arena.held();
         let homes = arena.at_home();
-        let done = commit::dissolve(&engine.context, &mut arena);
-        first = first.and(done);
+        let source = engine.lock().graphs.source_of(pool);
+        match &source {
+            Some(source) => source.free_all(&mut arena),
+            None => first = first.and(commit::dissolve(&engine.context, &mut arena)),
+        }
         let addresses = arena.take_addresses();
         released += held - arena.held();
         {
@@ -349,5 +352,7 @@ pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
             engine.addresses.give_back(base, bytes);
         }
     }
+    let ended = engine.lock().graphs.take_ended_sources();
+    drop(ended);
     first.map(|()| released).map_err(|e| engine.error(e))
 }

@@ -6,18 +6,19 @@ use crate::allocator::graph::commit;
 use crate::allocator::graph::run::pools;
 use crate::allocator::graph::run::refuse_released;
 use crate::allocator::graph::scope::Kind;
+use crate::allocator::graph::source::Source;
 use crate::driver::{process, sys};
 use crate::error::{Error, GraphPoolError};
 use std::sync::atomic::Ordering;
 
-/// Creates a pool and returns its number.
-pub(crate) fn add_pool(engine: &Engine) -> Result<u64, Error> {
+/// Creates a pool, whose segments may come from a source, and returns its number.
+pub(crate) fn add_pool(engine: &Engine, source: Option<Source>) -> Result<u64, Error> {
     if !engine.rules.maps() {
         return Err(Error::NotSupported {
             what: "graph pools without virtual memory management",
         });
     }
-    Ok(engine.open()?.graphs.add_pool())
+    Ok(engine.open()?.graphs.add_pool(source))
 }
 
 /// Opens a scope and returns its number. From here on requests look up their scope.
@@ -68,6 +69,8 @@ pub(crate) fn release_pool(engine: &Engine, pool: u64) -> Result<(), Error> {
         heap.graphs.scopes.version += 1;
         heap.graphs.forget_released();
     }
+    let ended = engine.lock().graphs.take_ended_sources();
+    drop(ended);
     pools::release_unused(engine);
     Ok(())
 }

@@ -1,0 +1,100 @@
+//! Segments that a pool gets from a source, and the release of a pool's memory.
+
+use crate::allocator::graph::arena::{Arena, Handle, Part, Tag};
+use crate::allocator::graph::source::Source;
+use crate::allocator::graph::{Graphs, Pool};
+use crate::allocator::size::GRANULE;
+
+impl Graphs {
+    /// Returns the source of a pool's segments, for a call to it: the call counts as one in progress until
+    /// [`end_source_call`](Self::end_source_call).
+    pub(crate) fn begin_source_call(&mut self, id: u64) -> Option<Source> {
+        let pool = self.pools.get_mut(&id)?;
+        let source = pool.source.clone()?;
+        pool.calls += 1;
+        Some(source)
+    }
+
+    pub(crate) fn source_of(&self, id: u64) -> Option<Source> {
+        self.pools.get(&id)?.source.clone()
+    }
+
+    /// Returns the sources of removed pools, to be dropped without the lock: they belong to the program.
+    #[must_use = "sources are not dropped under the lock"]
+    pub(crate) fn take_ended_sources(&mut self) -> Vec<Source> {
+        std::mem::take(&mut self.ended_sources)
+    }
+
+    /// Ends a call to a pool's source, which has provided a segment or not.
+    pub(crate) fn end_source_call(&mut self, id: u64, segment: Option<(u64, u64)>) {
+        if let Some(pool) = self.pools.get_mut(&id) {
+            pool.calls -= 1;
+            if let Some((home, bytes)) = segment {
+                pool.arena.add_segment(home, bytes);
+            }
+        }
+        self.recount();
+    }
+
+    /// Takes out the arenas of unused pools, with `all` of every pool, otherwise of released ones only. Released pools
+    /// are removed.
+    pub(crate) fn take_idle(&mut self, all: bool) -> Vec<(u64, Arena)> {
+        let pools: Vec<u64> = self.pools.keys().copied().collect();
+        let mut taken = Vec::new();
+        for id in pools {
+            let goes = |pool: &Pool| (all || pool.released) && pool.arena.has_memory();
+            if !self.pools.get(&id).is_some_and(goes) || !self.is_idle(id) {
+                continue;
+            }
+            if let Some(pool) = self.pools.get_mut(&id) {
+                pool.calls += 1;
+                let arena = std::mem::take(&mut pool.arena);
+                pool.planned += arena.held();
+                taken.push((id, arena));
+            }
+        }
+        self.forget_released();
+        taken
+    }
+
+    /// Returns to a pool what could not be released of its memory.
+    pub(crate) fn put_back(&mut self, id: u64, held: u64, left: Arena) {
+        if let Some(pool) = self.pools.get_mut(&id) {
+            pool.calls -= 1;
+            pool.planned -= held;
+            pool.arena.absorb(left);
+        }
+        self.recount();
+        self.forget_released();
+    }
+
+    /// Removes released pools that hold nothing.
+    pub(crate) fn forget_released(&mut self) {
+        let gone: Vec<u64> = self
+            .pools
+            .iter()
+            .filter(|(_, pool)| pool.released && pool.calls == 0 && !pool.arena.has_memory())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in gone {
+            if self.is_idle(id)
+                && let Some(pool) = self.pools.remove(&id)
+            {
+                self.ended_sources.extend(pool.source);
+            }
+        }
+    }
+}
+
+impl Arena {
+    /// Adds a segment of a source as free memory.
+    pub(crate) fn add_segment(&mut self, home: u64, bytes: u64) {
+        self.homes.add(home, bytes, false);
+        self.homes.cut(home, bytes);
+        // It has no handle.
+        self.handles.insert(home, Handle { handle: 0, bytes });
+        self.mapped += bytes;
+        let granules = (bytes / GRANULE) as u32;
+        self.put(Part { home, granules }, Tag::default());
+    }
+}
