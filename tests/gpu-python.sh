@@ -101,8 +101,8 @@ sys.exit(1 if wrong else 0)
 END
 "$python" "$scratch/compare.py" "$scratch/figures" || failures=$((failures + 1))
 
-# What only the subclass of PyTorch's allocator class supports: the same values, and no more reserved. Compilers are
-# loaded for a while, so the two run side by side.
+# What only the subclass of PyTorch's allocator class supports: both allocators must compute the same values, and the
+# reserved bytes are printed. Most of the time is spent on compilation, so both allocators run at the same time.
 for allocator in native cualloc; do
     TORCHINDUCTOR_CACHE_DIR=$scratch/inductor-$allocator timeout 300 "$python" python/tests/gpu_subclass.py "$allocator" \
         >"$logs/subclass-$allocator" 2>&1 </dev/null || touch "$scratch/subclass-$allocator.failed" &

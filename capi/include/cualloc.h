@@ -487,9 +487,9 @@ typedef struct cualloc_footprint_t {
 typedef uint32_t (*cualloc_stack_source_t)(void *data);
 
 /**
- * Allocates a segment: device memory of this many bytes, a multiple of 2 MiB, for use on a stream. Returns its address,
- * a multiple of 512, or 0 if there is no memory. Receives the data of its source. Called without any lock held; it must
- * not throw, and may call the library.
+ * Allocates a segment: device memory of this many bytes, a multiple of 2 MiB, for use on a stream. Returns its
+ * address, a multiple of 512, or 0 if there is no memory. Receives the data of its source. Called without any lock
+ * held; it must not throw, and may call the library.
  */
 typedef uint64_t (*cualloc_segment_alloc_t)(void *data, uint64_t bytes, void *stream);
 
@@ -499,8 +499,8 @@ typedef uint64_t (*cualloc_segment_alloc_t)(void *data, uint64_t bytes, void *st
 typedef void (*cualloc_segment_free_t)(void *data, uint64_t address, uint64_t bytes);
 
 /**
- * Where the segments of a pool come from. Set struct_size to sizeof(cualloc_source_t). Later versions of the library add
- * fields at the end.
+ * Where the segments of a pool come from. Set struct_size to sizeof(cualloc_source_t). Later versions of the library
+ * add fields at the end.
  */
 typedef struct cualloc_source_t {
   /**
@@ -835,16 +835,17 @@ int32_t cualloc_checkpoint_visit(const struct cualloc_checkpoint_t *checkpoint,
                                  void *data);
 
 /**
- * Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now and not in
- * the checkpoint end: they must not be freed any more, because a later block may have the address. Blocks of the checkpoint that are not
- * live now become live again, and are freed with cualloc_free. Checkpoints of a pool may be restored in any order and
- * any number of times.
+ * Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now but not in
+ * the checkpoint cease to be live: they must not be freed any more, because a later block may have the same address.
+ * Blocks of the checkpoint that are not live now become live again, and are freed with cualloc_free. Checkpoints of a
+ * pool may be restored in any order and any number of times.
  *
- * Does not wait for device work: memory of blocks that end is reused after the work that uses it, as after a free.
+ * Does not wait for device work: memory of blocks that cease to be live is reused after the work that uses it has
+ * ended, as after a free.
  *
- * Errors: CUALLOC_BUSY while the pool is used by a capture in progress or grows for a request of another thread;
- * CUALLOC_INVALID_ARGUMENT for a null pool or checkpoint, or a checkpoint of another pool or of memory that the pool
- * has returned since; CUALLOC_CLOSED for a pool that was released or a checkpoint that was freed;
+ * Errors: CUALLOC_BUSY while a capture in progress or a call of another thread uses the pool; CUALLOC_SUSPENDED for a
+ * suspended pool; CUALLOC_INVALID_ARGUMENT for a null pool or checkpoint, a checkpoint of another pool, or one whose
+ * memory the pool has returned since; CUALLOC_CLOSED for a pool that was released or a checkpoint that was freed;
  * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed.
  *
  * May be called from any thread.
@@ -1019,8 +1020,8 @@ int32_t cualloc_set_limit(struct cualloc_t *allocator,
  *
  * Errors: CUALLOC_UNSUPPORTED if the device cannot access the memory of the allocator's device, and under the classic
  * policy; CUALLOC_INVALID_ARGUMENT for a null handle or a negative device, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
- * CUALLOC_DRIVER, also for a number without a device. Then the device has access to part of the memory, and the call may
- * be repeated.
+ * CUALLOC_DRIVER, also if no device has this number. If a driver call failed, the device may have access to part of
+ * the memory, and the call can be repeated.
  *
  * May be called from any thread, with any current context. Threads that allocate meanwhile are not blocked.
  */
@@ -1327,13 +1328,13 @@ int32_t cualloc_shared(int32_t device,
 struct cualloc_t *cualloc_shared_made(int32_t device);
 
 /**
- * Creates a graph pool whose segments come from another allocator. Segments are as large as the request that needs
- * them, rounded up to 2 MiB; they are divided into blocks, and freed when the pool returns its memory. The pool cannot
- * be suspended, and its segments do not become accessible to peers (cualloc_add_peer). Their bytes count against the
- * limit, but the limit does not bound them.
+ * Creates a graph pool whose segments come from another allocator. A segment is as large as the request that needs it,
+ * rounded up to 2 MiB. The pool divides segments into blocks, and frees them when it returns its memory. It cannot be
+ * suspended, and gives peers no access to its segments (cualloc_add_peer). Segments count as reserved bytes, so they
+ * leave less of the limit to other memory, but may exceed the limit.
  *
- * done is called on any thread once the pool and its memory are gone, also if this call fails after it has checked its
- * arguments.
+ * done is called once, on any thread: after the pool and its memory are gone, or before this call returns an error. It
+ * is not called for a null out or for an invalid source.
  *
  * Errors: as cualloc_pool_create, and CUALLOC_INVALID_ARGUMENT for a null source, alloc or free_segment, or a
  * struct_size smaller than that of the first version. *out is then null.
@@ -1342,8 +1343,8 @@ struct cualloc_t *cualloc_shared_made(int32_t device);
  *
  * The caller guarantees:
  * `source` is null or points to `struct_size` bytes. Its functions may be called with its data from any thread until
- * done is called. A segment is memory of the allocator's device that nothing else uses until it is freed. `out` is null
- * or writable.
+ * done is called. A segment is memory of the allocator's device that nothing else uses until it is freed. `out` is
+ * null or writable.
  */
 int32_t cualloc_pool_create_over(struct cualloc_t *allocator,
                                  const struct cualloc_source_t *source,
@@ -1426,7 +1427,7 @@ void cualloc_torch_free(void *ptr,
                         void *_stream);
 
 /**
- * Frees a block returned by cualloc_torch_alloc, of whichever device, and otherwise as cualloc_torch_free.
+ * Like cualloc_torch_free, for a block of any device: finds the device by the address.
  *
  * May be called from any thread, with any current context.
  *
@@ -1535,9 +1536,9 @@ int32_t cualloc_torch_pool_end(int32_t device,
 int32_t cualloc_torch_pool_release(int32_t device, struct cualloc_torch_pool_id_t id);
 
 /**
- * PyTorch's hook when a program creates a pool (MemPool): counts one more use of the pool with this id, which is
- * created if there is none, over a source unless that is null. cualloc_torch_pool_release ends the use. If the pool
- * exists already, the source is not used, and its done is called.
+ * PyTorch's hook when a program creates a pool (MemPool): counts one use of the pool with this id. If there is none,
+ * creates it, with segments from the source unless source is null; otherwise the source is not used, and its done is
+ * called. cualloc_torch_pool_release ends the use.
  *
  * Errors: as cualloc_create and cualloc_pool_create_over; then nothing was counted.
  *

@@ -145,7 +145,7 @@ fn a_peer_is_added_by_its_number() {
     assert_eq!(cualloc_add_peer(allocator, 0), CUALLOC_CLOSED);
 }
 
-/// Segments out of an allocator, and how often they were requested, freed and given up.
+/// Segments of an allocator; counts how often one was requested and freed, and how often the source was given up.
 struct Segments {
     allocator: *mut cualloc_t,
     counts: [AtomicU32; 3],

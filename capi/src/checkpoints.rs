@@ -99,16 +99,17 @@ pub unsafe extern "C" fn cualloc_checkpoint_visit(
     })
 }
 
-/// Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now and not in
-/// the checkpoint end: they must not be freed any more, because a later block may have the address. Blocks of the checkpoint that are not
-/// live now become live again, and are freed with cualloc_free. Checkpoints of a pool may be restored in any order and
-/// any number of times.
+/// Makes exactly the blocks of a checkpoint live in its pool, each at its address. Blocks that are live now but not in
+/// the checkpoint cease to be live: they must not be freed any more, because a later block may have the same address.
+/// Blocks of the checkpoint that are not live now become live again, and are freed with cualloc_free. Checkpoints of a
+/// pool may be restored in any order and any number of times.
 ///
-/// Does not wait for device work: memory of blocks that end is reused after the work that uses it, as after a free.
+/// Does not wait for device work: memory of blocks that cease to be live is reused after the work that uses it has
+/// ended, as after a free.
 ///
-/// Errors: CUALLOC_BUSY while the pool is used by a capture in progress or grows for a request of another thread;
-/// CUALLOC_INVALID_ARGUMENT for a null pool or checkpoint, or a checkpoint of another pool or of memory that the pool
-/// has returned since; CUALLOC_CLOSED for a pool that was released or a checkpoint that was freed;
+/// Errors: CUALLOC_BUSY while a capture in progress or a call of another thread uses the pool; CUALLOC_SUSPENDED for a
+/// suspended pool; CUALLOC_INVALID_ARGUMENT for a null pool or checkpoint, a checkpoint of another pool, or one whose
+/// memory the pool has returned since; CUALLOC_CLOSED for a pool that was released or a checkpoint that was freed;
 /// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed.
 ///
 /// May be called from any thread.

@@ -95,8 +95,8 @@ pub extern "C" fn cualloc_set_limit(allocator: *mut cualloc_t, bytes: u64) -> i3
 ///
 /// Errors: CUALLOC_UNSUPPORTED if the device cannot access the memory of the allocator's device, and under the classic
 /// policy; CUALLOC_INVALID_ARGUMENT for a null handle or a negative device, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
-/// CUALLOC_DRIVER, also for a number without a device. Then the device has access to part of the memory, and the call may
-/// be repeated.
+/// CUALLOC_DRIVER, also if no device has this number. If a driver call failed, the device may have access to part of
+/// the memory, and the call can be repeated.
 ///
 /// May be called from any thread, with any current context. Threads that allocate meanwhile are not blocked.
 #[unsafe(no_mangle)]

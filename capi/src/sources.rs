@@ -12,9 +12,9 @@ use crate::pools::cualloc_done_t;
 use crate::results::{Failure, NULL};
 use crate::{cualloc_pool_t, cualloc_t, stats};
 
-/// Allocates a segment: device memory of this many bytes, a multiple of 2 MiB, for use on a stream. Returns its address,
-/// a multiple of 512, or 0 if there is no memory. Receives the data of its source. Called without any lock held; it must
-/// not throw, and may call the library.
+/// Allocates a segment: device memory of this many bytes, a multiple of 2 MiB, for use on a stream. Returns its
+/// address, a multiple of 512, or 0 if there is no memory. Receives the data of its source. Called without any lock
+/// held; it must not throw, and may call the library.
 pub type cualloc_segment_alloc_t =
     Option<unsafe extern "C" fn(data: *mut c_void, bytes: u64, stream: *mut c_void) -> u64>;
 
@@ -22,8 +22,8 @@ pub type cualloc_segment_alloc_t =
 pub type cualloc_segment_free_t =
     Option<unsafe extern "C" fn(data: *mut c_void, address: u64, bytes: u64)>;
 
-/// Where the segments of a pool come from. Set struct_size to sizeof(cualloc_source_t). Later versions of the library add
-/// fields at the end.
+/// Where the segments of a pool come from. Set struct_size to sizeof(cualloc_source_t). Later versions of the library
+/// add fields at the end.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct cualloc_source_t {
@@ -39,7 +39,7 @@ pub struct cualloc_source_t {
     pub data: *mut c_void,
 }
 
-/// The source of a caller. Calls its `done` when it is dropped, unless it was never used.
+/// The source of a caller. Calls its `done` when it is dropped.
 struct Source {
     alloc: unsafe extern "C" fn(data: *mut c_void, bytes: u64, stream: *mut c_void) -> u64,
     free: unsafe extern "C" fn(data: *mut c_void, address: u64, bytes: u64),
@@ -93,13 +93,13 @@ pub(crate) unsafe fn kind_of(source: *const cualloc_source_t) -> Result<PoolKind
     })))
 }
 
-/// Creates a graph pool whose segments come from another allocator. Segments are as large as the request that needs
-/// them, rounded up to 2 MiB; they are divided into blocks, and freed when the pool returns its memory. The pool cannot
-/// be suspended, and its segments do not become accessible to peers (cualloc_add_peer). Their bytes count against the
-/// limit, but the limit does not bound them.
+/// Creates a graph pool whose segments come from another allocator. A segment is as large as the request that needs it,
+/// rounded up to 2 MiB. The pool divides segments into blocks, and frees them when it returns its memory. It cannot be
+/// suspended, and gives peers no access to its segments (cualloc_add_peer). Segments count as reserved bytes, so they
+/// leave less of the limit to other memory, but may exceed the limit.
 ///
-/// done is called on any thread once the pool and its memory are gone, also if this call fails after it has checked its
-/// arguments.
+/// done is called once, on any thread: after the pool and its memory are gone, or before this call returns an error. It
+/// is not called for a null out or for an invalid source.
 ///
 /// Errors: as cualloc_pool_create, and CUALLOC_INVALID_ARGUMENT for a null source, alloc or free_segment, or a
 /// struct_size smaller than that of the first version. *out is then null.
@@ -108,8 +108,8 @@ pub(crate) unsafe fn kind_of(source: *const cualloc_source_t) -> Result<PoolKind
 ///
 /// # Safety
 /// `source` is null or points to `struct_size` bytes. Its functions may be called with its data from any thread until
-/// done is called. A segment is memory of the allocator's device that nothing else uses until it is freed. `out` is null
-/// or writable.
+/// done is called. A segment is memory of the allocator's device that nothing else uses until it is freed. `out` is
+/// null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_create_over(
     allocator: *mut cualloc_t,

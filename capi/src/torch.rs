@@ -1,7 +1,7 @@
-//! The shared allocators behind PyTorch's pluggable interface: functions that it calls by address.
+//! The shared allocators behind PyTorch's pluggable interface and its allocator class: functions that C++ code calls.
 //!
-//! PyTorch does not treat a null pointer as a failure, so a C++ layer throws an exception instead
-//! (`python/companion.cpp`). Hooks for the pools of graphs are in `torch_pools`.
+//! PyTorch does not treat a null pointer as a failure, so the C++ code throws an exception instead
+//! (`python/companion.cpp`, `python/cualloc/torch_allocator.cpp`). Hooks for the pools of graphs are in `torch_pools`.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn cualloc_torch_free(
     }
 }
 
-/// Frees a block returned by cualloc_torch_alloc, of whichever device, and otherwise as cualloc_torch_free.
+/// Like cualloc_torch_free, for a block of any device: finds the device by the address.
 ///
 /// May be called from any thread, with any current context.
 ///
@@ -236,7 +236,8 @@ pub unsafe extern "C" fn cualloc_torch_delete(ptr: *mut c_void) {
     }
 }
 
-/// [`cualloc_torch_delete`] with several devices. The device of a thread's last block comes first.
+/// Does the work of [`cualloc_torch_delete`] unless exactly one device has an allocator. Asks first the allocator that
+/// owned the block which this thread freed last.
 #[inline(never)]
 fn delete_of_several(address: u64) {
     thread_local! {

@@ -197,9 +197,9 @@ pub extern "C" fn cualloc_torch_pool_release(device: i32, id: cualloc_torch_pool
     })
 }
 
-/// PyTorch's hook when a program creates a pool (MemPool): counts one more use of the pool with this id, which is
-/// created if there is none, over a source unless that is null. cualloc_torch_pool_release ends the use. If the pool
-/// exists already, the source is not used, and its done is called.
+/// PyTorch's hook when a program creates a pool (MemPool): counts one use of the pool with this id. If there is none,
+/// creates it, with segments from the source unless source is null; otherwise the source is not used, and its done is
+/// called. cualloc_torch_pool_release ends the use.
 ///
 /// Errors: as cualloc_create and cualloc_pool_create_over; then nothing was counted.
 ///

@@ -1,7 +1,8 @@
 """The subclass of PyTorch's allocator class, as a library that fits one build of PyTorch.
 
-PyTorch's class changes with its versions, so the library is compiled against the headers of the installed PyTorch: once,
-and then it is found in the cache by PyTorch's git version. Libraries that were built with the package are found first.
+PyTorch's class changes with its versions, so the library is compiled against the headers of the installed PyTorch. The
+cache keeps it under PyTorch's version and the contents of the source and of the class's headers. A library that was
+built with the package, for the same git version of PyTorch, is used first.
 """
 
 import ctypes
@@ -48,7 +49,7 @@ def load():
 
 
 def _name(suffix):
-    """The file name of the library: PyTorch's git version and the type of its strings, which fix the class."""
+    """Returns the library's file name. PyTorch's git version and the ABI of its strings identify the class."""
     strings = "cxx11" if torch._C._GLIBCXX_USE_CXX11_ABI else "old"
     return f"torch-{torch.version.git_version}-{strings}{suffix}.so"
 
@@ -104,12 +105,13 @@ def compile_to(path):
 
 
 def _cuda_headers(root):
-    """Returns the folder of the CUDA runtime's headers: those of the wheels that PyTorch depends on, or a toolkit's."""
+    """Returns the existing folders of CUDA headers, of wheels that PyTorch depends on first and of toolkits last;
+    raises Unavailable if none has the CUDA runtime's header."""
     site = os.path.dirname(root)
     places = [os.path.join(site, "nvidia", part, "include") for part in ("cu13", "cuda_runtime", "cuda_crt")]
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places += [os.path.join(home, "include") for home in homes if home]
     found = [place for place in places if os.path.isdir(place)]
     if not any(os.path.exists(os.path.join(place, "cuda_runtime_api.h")) for place in found):
-        raise Unavailable("there are no headers of the CUDA runtime: install the nvidia-cuda-runtime wheel, or set CUDA_HOME")
+        raise Unavailable("there are no headers of the CUDA runtime: install nvidia-cuda-runtime, or set CUDA_HOME")
     return found

@@ -51,11 +51,12 @@ def install(limit=None, config=None, subclass=None):
     `limit` bounds the reserved memory of each device: bytes, "40G", "80%", or a fraction up to 1.0. `config` has the
     settings of CUALLOC_CONFIG, as its text or as a dictionary; settings given here override the environment variable.
 
-    cualloc is a subclass of PyTorch's allocator class where a library for the installed PyTorch exists or can be
-    compiled, which takes about half a minute once. Otherwise it uses PyTorch's pluggable interface, which does not
-    support all that the class does: `capabilities()` reports what works, and why. With `subclass=True` a missing
-    library raises RuntimeError; with `subclass=False` the pluggable interface is used, as it is where another module
-    has replaced `torch.cuda.memory.CUDAPluggableAllocator`, for example to measure each call.
+    It installs a subclass of PyTorch's allocator class where a library for the installed PyTorch exists or can be
+    compiled, which takes up to half a minute once. Otherwise it uses PyTorch's pluggable interface, which supports
+    less: `capabilities()` returns what works, and why there is no subclass. With `subclass=True` a missing library raises
+    RuntimeError. With `subclass=False` the pluggable interface is used. It is also used by default where another module
+    has put a function in place of the class `torch.cuda.memory.CUDAPluggableAllocator`, for example to measure each
+    call.
 
     Call it before CUDA is used: PyTorch cannot replace an allocator that holds memory, and a late call raises
     RuntimeError. A second call changes nothing; with different settings it raises RuntimeError.
@@ -92,7 +93,8 @@ def installed():
 
 
 def _install_subclass(required):
-    """Makes the subclass PyTorch's allocator. Returns its library; None if there is none for this PyTorch."""
+    """Makes the subclass PyTorch's allocator and returns its library. If that is not possible, sets `_why_pluggable`,
+    and returns None, or raises RuntimeError if the subclass is required."""
     global _why_pluggable
     try:
         if not required and not isinstance(torch.cuda.memory.CUDAPluggableAllocator, type):
@@ -330,13 +332,15 @@ def _end_failed_captures():
 
 
 _NO_TREES = (
-    "cualloc cannot restore the blocks of a pool for graph trees (torch.compile with mode='reduce-overhead'): "
-    "use torch.cuda.graph or torch.cuda.make_graphed_callables, or turn the trees off with "
+    "cualloc cannot restore the blocks of a pool through PyTorch's pluggable interface, as graph trees (torch.compile "
+    "with mode='reduce-overhead') need: see cualloc.torch.capabilities()['why_pluggable'], use torch.cuda.graph or "
+    "torch.cuda.make_graphed_callables, or turn the trees off with "
     "torch._inductor.config.triton.cudagraph_trees = False"
 )
 _NO_MEM_POOL = (
-    "cualloc is PyTorch's allocator, and torch.cuda.MemPool works only with PyTorch's own: graphs share the "
-    "memory of a pool by torch.cuda.graph_pool_handle()"
+    "cualloc cannot serve torch.cuda.MemPool through PyTorch's pluggable interface: see "
+    "cualloc.torch.capabilities()['why_pluggable'], or share the memory of a pool between graphs by "
+    "torch.cuda.graph_pool_handle()"
 )
 
 
@@ -407,7 +411,7 @@ def _snapshot(of=None):
 
 
 def _snapshot_with_history(native, of=None):
-    """Replaces `torch._C._cuda_memorySnapshot` of the subclass: adds the events and the stacks of cualloc's recorder."""
+    """Replaces `torch._C._cuda_memorySnapshot` of the subclass: adds the events and stacks of cualloc's recorder."""
     made = native(of)
     if not _records:
         return made
@@ -654,7 +658,8 @@ def mem_pool(**options):
 
 def capabilities():
     """Returns what works with cualloc as PyTorch's allocator, by name: True, False, or a description. `interface` is
-    "subclass" or "pluggable", and `why_pluggable` why there is no subclass for this PyTorch."""
+    "subclass" or "pluggable", None before `install`. `why_pluggable` is why `install` found no subclass to use; None if
+    it found one or did not look for one."""
     subclass = _is_subclass()
     return {
         "installed": installed(),

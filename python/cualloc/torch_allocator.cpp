@@ -1,7 +1,8 @@
-// PyTorch's allocator class over the C library. Compiled against the headers of the PyTorch that loads it (_shim.py).
+// A subclass of PyTorch's allocator class that calls the C library. It is compiled against the headers of the PyTorch
+// that loads it (_shim.py).
 //
-// The base class has a body for each function of the interface, so this file also compiles with versions that add some.
-// Nothing is left to the base's own bookkeeping, which takes a mutex and a map for each call.
+// Its base class implements every function of the interface, so this file also compiles with versions of PyTorch that
+// add functions. The subclass overrides the base's allocations and frees, which lock a mutex and search a map.
 #include "cualloc.h"
 
 #include <c10/core/impl/GPUTrace.h>
@@ -65,7 +66,7 @@ void trace(void *memory, bool allocated) {
     }
 }
 
-// The deleter of every block. PyTorch compares it, so there is one.
+// All blocks have this deleter: PyTorch recognises blocks of the allocator by comparing their deleter with it.
 void delete_block(void *memory) {
     trace(memory, false);
     cualloc_torch_delete(memory);
@@ -191,7 +192,8 @@ struct Visit {
 
 struct Allocator final : Base {
     Allocator()
-        : Base([](std::size_t bytes, int device, cudaStream_t stream) { return cualloc_torch_alloc(bytes, device, stream); },
+        : Base([](std::size_t bytes, int device,
+                  cudaStream_t stream) { return cualloc_torch_alloc(bytes, device, stream); },
                [](void *memory, std::size_t, int, cudaStream_t) { cualloc_torch_delete(memory); }) {}
 
     // ---- blocks
@@ -247,7 +249,7 @@ struct Allocator final : Base {
         check(cualloc_torch_fraction(fraction, device));
     }
 
-    // A pool returns its memory when it is released.
+    // Only cached memory outside pools can be emptied by a call: a pool returns its memory when it is released.
     void emptyCache(MempoolId_t id) override {
         if (id == MempoolId_t{0, 0}) {
             cualloc_torch_reset();
@@ -256,7 +258,8 @@ struct Allocator final : Base {
         }
     }
 
-    // The largest request that could succeed, if no free memory is pending: free memory need not be contiguous.
+    // Reports the bytes that one request could get at most. Free memory counts even if it is not contiguous, because
+    // views make it so, and even if work in flight may still use it.
     void cacheInfo(c10::DeviceIndex device, std::size_t *largest) override {
         const cualloc_stats_t stats = stats_of(device);
         const std::uint64_t free = driver_memory(device).first, reserved = stats.reserved.current + stats.graph_pools;
@@ -271,7 +274,7 @@ struct Allocator final : Base {
         cualloc_t *allocator = nullptr;
         check(cualloc_shared(owner, &allocator));
         const std::int32_t code = cualloc_add_peer(allocator, user);
-        // Under the classic policy the memory is plain, and the call above was enough.
+        // The classic policy allocates memory that cudaDeviceEnablePeerAccess makes accessible, which the base called.
         if (code != CUALLOC_UNSUPPORTED) check(code);
     }
 
@@ -413,8 +416,8 @@ struct Allocator final : Base {
         return checkpoint_of(device, id);
     }
 
-    // PyTorch expects that all blocks of the pool were freed and those of the checkpoint allocated anew: each gets an
-    // owner that the caller hands to a storage or releases.
+    // PyTorch treats all blocks of the pool as freed and those of the checkpoint as allocated anew, so each of these
+    // gets a new owner, which the caller hands to a storage or releases.
     CheckpointDelta setCheckpointPoolState(c10::DeviceIndex device, std::shared_ptr<AllocatorState> state) override {
         const auto to = std::dynamic_pointer_cast<Checkpoint>(state);
         TORCH_CHECK(to, "expected a checkpoint of cualloc, found one of another allocator");
@@ -479,7 +482,8 @@ private:
         return found;
     }
 
-    // A request that failed: what PyTorch can free is freed, then pools that are marked for this serve it.
+    // Serves a request that failed: runs PyTorch's callbacks that free memory and retries, then tries the pools that
+    // the program marked for this (use_on_oom). If both fail, calls the observers and throws.
     void *obtain_scarce(std::size_t bytes, c10::DeviceIndex device, cudaStream_t stream) {
         const std::int32_t code = cualloc_last_code();
         const std::string text = cualloc_last_error();
@@ -526,7 +530,8 @@ private:
 
 extern "C" {
 
-// Makes the class PyTorch's allocator. Returns null, or why that is not possible: a text that stays valid.
+// Makes the subclass PyTorch's allocator. Returns null, or the reason why that failed: a text that is valid until the
+// next call.
 __attribute__((visibility("default"))) const char *cualloc_torch_install() {
     static std::string why;
     try {

@@ -3,8 +3,9 @@
 #
 #   bash python/tests/shim_versions.sh [VERSION...]
 #
-# VERSION is one of PyPI's (by default the oldest supported one and the newest). Of each wheel, about 0.8 GiB to fetch,
-# the headers and three libraries are unpacked, and it is checked that these export each symbol that the result needs.
+# VERSION is a version on PyPI (by default the oldest supported one and the newest). The script fetches its wheel, about
+# 0.8 GiB, unpacks the headers and three libraries, and checks that these export each symbol of PyTorch that the result
+# needs.
 # Exit code 3: the wheels cannot be fetched.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -13,8 +13,8 @@ pub enum GraphPoolError {
     /// The scope is not open: it was left before.
     #[error("the scope of the graph pool has already been left")]
     NotEntered,
-    /// Memory of the pool is in use outside of captures, or by a capture in progress.
-    #[error("{} of the graph pool are still in use", Bytes(*bytes))]
+    /// A capture in progress, or another call, uses the pool: its checkpoint cannot be restored now.
+    #[error("cannot restore the checkpoint: a capture or another call uses the graph pool ({} in use)", Bytes(*bytes))]
     NotComplete { bytes: u64 },
     /// No pool has this tag.
     #[error("no graph pool has the tag `{tag}`")]

@@ -95,7 +95,12 @@ fn blocks_lie_in_the_segments_of_the_source() {
         // A pool with a live block keeps its segments.
         allocator.empty_cache().unwrap();
         assert_eq!(source.segments().len(), 2);
-        drop((second, large, scope));
+        // A free segment is not extended by a view.
+        drop(large);
+        let larger = used(rig, &allocator, 17 * MIB, &stream);
+        let last = source.segments().pop().unwrap();
+        assert_eq!(last, (larger.ptr(), 18 * MIB as u64));
+        drop((second, larger, scope));
         allocator.empty_cache().unwrap();
         assert_eq!(source.segments(), []);
         allocator.check().unwrap();

@@ -30,10 +30,10 @@ impl Allocator {
         })
     }
 
-    /// Creates a pool whose segments come from another allocator. Segments are as large as the request that needs them,
-    /// rounded up to 2 MiB; they are divided into blocks, and freed when the pool releases its memory. The pool has no
-    /// views and cannot be suspended, and its segments do not become accessible to peers ([`add_peer`](Self::add_peer)).
-    /// Their bytes count against the limit, but the limit does not bound them.
+    /// Creates a pool whose segments come from another allocator. A segment is as large as the request that needs it,
+    /// rounded up to 2 MiB. The pool divides segments into blocks, and frees them when it releases its memory. It
+    /// creates no views, cannot be suspended, and gives peers no access to its segments ([`add_peer`](Self::add_peer)).
+    /// Segments count as reserved bytes, so they leave less of the limit to other memory, but may exceed the limit.
     ///
     /// # Errors
     /// As [`graph_pool`](Self::graph_pool). A request for which the source has no memory fails with
@@ -193,8 +193,8 @@ impl GraphPool {
         pools::footprint(self.allocator.engine(), self.id)
     }
 
-    /// Returns the pool's segments and blocks, by ascending address, for diagnosis. Bytes that are free or part of a live
-    /// block of a view are blocks of their segment, so that the blocks of a segment that is no view have no gaps.
+    /// Returns the pool's segments and blocks, by ascending address, for diagnosis. Bytes that are free or part of a
+    /// live block of a view are blocks of their segment, so that the blocks of a segment that is no view have no gaps.
     ///
     /// # Errors
     /// As [`footprint`](Self::footprint).
@@ -217,15 +217,15 @@ impl GraphPool {
     /// Makes exactly the blocks of a checkpoint live, each at its address. Freeing a block that is no longer live
     /// afterwards is an error that changes nothing. Blocks that become live again are returned, with a new owner.
     ///
-    /// Does not wait for work in flight: memory of blocks that are no longer live is reused after the work that uses it,
-    /// as after a free. A block that becomes live again may still be in use by the pool's graphs, and by earlier work
-    /// outside captures, which the promise above orders before its next use.
+    /// Does not wait for work in flight: memory of blocks that cease to be live is reused after the work that uses it
+    /// has ended, as after a free. Graphs of the pool, and earlier work outside captures, may still use a block that
+    /// becomes live again; the promise of a [`GraphPool`] orders that work before the block's next use.
     ///
     /// # Errors
-    /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while the pool is used by a capture in
-    /// progress or grows for a request,
-    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), and as
-    /// [`footprint`](Self::footprint).
+    /// [`GraphPoolError::NotComplete`](crate::error::GraphPoolError::NotComplete) while a capture in progress or
+    /// another call uses the pool,
+    /// [`GraphPoolError::ForeignCheckpoint`](crate::error::GraphPoolError::ForeignCheckpoint), [`Error::Suspended`],
+    /// driver errors, and as [`footprint`](Self::footprint).
     ///
     /// # Safety
     /// The memory of blocks that are live now but not in the checkpoint is used only by the graphs that were captured

@@ -466,14 +466,15 @@ impl Allocator {
         self.engine.readable()?.physical.limit
     }
 
-    /// Lets another device access the memory, in addition to those of [`Config::peers`]: all memory that is reserved now,
-    /// and all that is reserved later. Returns once the device has access. Threads that allocate meanwhile are not
-    /// blocked. Access cannot be revoked. Does nothing for a device that has access.
+    /// Lets another device access the memory, in addition to those of [`Config::peers`]: all memory that is reserved
+    /// now or later, except for segments of another allocator ([`graph_pool_over`](Self::graph_pool_over)). Returns
+    /// once the device has access. Threads that allocate meanwhile are not blocked. Access cannot be revoked. Does
+    /// nothing for a device that has access.
     ///
     /// # Errors
     /// [`Error::NotSupported`] if the device cannot access the memory of this one, and under the classic policy;
-    /// [`Error::Closed`], driver errors, also for an ordinal without a device. Then the device has access to part of the
-    /// memory, and the call may be repeated.
+    /// [`Error::Closed`]; driver errors, also if no device has this ordinal. If a driver call failed, the device may
+    /// have access to part of the memory, and the call can be repeated.
     pub fn add_peer(&self, ordinal: usize) -> Result<(), Error> {
         peers::add(&self.engine, ordinal)
     }

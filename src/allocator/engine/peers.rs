@@ -10,7 +10,7 @@ use crate::driver::sys;
 use crate::error::Error;
 use crate::locks::lock::pause;
 
-/// How often access to a mapping that another thread changes is requested again: about a second.
+/// Number of retries, about a second in all, of a grant for a mapping that another thread changes.
 const ROUNDS: u32 = 10_000;
 
 /// Grants a device access to all memory of the allocator, present and future.
@@ -34,7 +34,8 @@ pub(crate) fn add(engine: &Engine, ordinal: usize) -> Result<(), Error> {
     for (at, bytes) in ranges {
         let mut round = 0;
         let grant = || {
-            // SAFETY: the range is a whole mapping, or was one or will be: then the call fails.
+            // SAFETY: the range is a whole mapping of the allocator. If another thread has unmapped it, or has not
+            // mapped it yet, the call fails and changes nothing.
             unsafe { entered.set_access(at, bytes as usize, std::slice::from_ref(&peer)) }
         };
         while let Err(error) = grant() {
@@ -54,8 +55,8 @@ pub(crate) fn add(engine: &Engine, ordinal: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the mappings, at home and in views, of the allocator and of its graph pools, as far as they are in use: address
-/// and bytes.
+/// Returns the mappings, at home and in views, of the allocator and of its graph pools, as far as they are in use:
+/// address and bytes.
 fn mappings(heap: &Heap) -> Vec<(u64, u64)> {
     let records = heap.physical.quarantined.iter();
     let unusable: HashSet<u64> = records.map(|id| heap.extents.records[*id].addr).collect();

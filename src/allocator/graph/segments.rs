@@ -19,13 +19,14 @@ impl Graphs {
         self.pools.get(&id)?.source.clone()
     }
 
-    /// Returns the sources of removed pools, to be dropped without the lock: they belong to the program.
+    /// Returns the sources of removed pools. The caller drops them without the lock, because dropping them runs code of
+    /// the program.
     #[must_use = "sources are not dropped under the lock"]
     pub(crate) fn take_ended_sources(&mut self) -> Vec<Source> {
         std::mem::take(&mut self.ended_sources)
     }
 
-    /// Ends a call to a pool's source, which has provided a segment or not.
+    /// Ends a call to a pool's source. Adds the segment (address and bytes) to the pool if the source provided one.
     pub(crate) fn end_source_call(&mut self, id: u64, segment: Option<(u64, u64)>) {
         if let Some(pool) = self.pools.get_mut(&id) {
             pool.calls -= 1;

@@ -37,7 +37,7 @@ impl Source {
         for (address, handle, _) in arena.take_handles() {
             self.0.free(address, handle.bytes);
         }
-        // Nothing of it is reserved by this crate.
+        // The addresses belong to the source, so the arena must not give them back to the address space of this crate.
         arena.homes.spans.clear();
     }
 }

@@ -203,6 +203,8 @@ fn obtain(
         let mut heap = engine.open()?;
         refuse_released(&heap.graphs, pool)?;
         heap.graphs.ensure_present(pool)?;
+        // A view shows handles of the driver, which segments of a source do not have.
+        request.fit.views &= heap.graphs.source_of(pool).is_none();
         if let Requester::Captured {
             capture, number, ..
         } = request.requester

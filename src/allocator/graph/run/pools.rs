@@ -48,7 +48,7 @@ pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restora
     engine.free_deferred();
     poll_events(engine, pool, false)?;
     contexts::review_captures(engine);
-    // The end of each stream's work, by the identity of the user; `None` for a stream that must not be queried.
+    // An event behind the work of each user, by the user's identity; `None` for a stream that may be gone.
     let mut ends: HashMap<usize, (User, Option<Pooled>), Mixed> = HashMap::default();
     loop {
         let unknown = {
@@ -83,7 +83,8 @@ pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restora
     }
 }
 
-/// Returns an event behind a stream's work with a block of this size; `None` if the stream may be gone.
+/// Returns an event behind all work that a user's stream has been given; `None` if the stream may be gone. Fails with
+/// [`GraphPoolError::NotComplete`] if the stream is capturing; `bytes` is for that error.
 fn end_of_use(engine: &Engine, user: &User, bytes: u64) -> Result<Option<Pooled>, Error> {
     if streams::may_be_gone(engine, user) {
         return Ok(None);
