@@ -4,7 +4,7 @@
 # WHEEL is what `bash python/build.sh --out .gpu` has built (the one in .gpu by default). It is unpacked into a temporary
 # folder, so nothing is installed, and nothing is fetched. Programs run with PyTorch's own allocator and with ours:
 # losses must be the same bit by bit, unless they differ between two runs of PyTorch's own. What a machine lacks (a
-# second GPU, CuPy, JAX, RMM) is SKIPPED. About four minutes on one GPU. Exit code 0 only if all went well.
+# second GPU, CuPy, JAX, RMM) is SKIPPED. About five minutes on one GPU. Exit code 0 only if all went well.
 #
 #   CUALLOC_GPU_LOGS         folder for the whole output of each program (else a temporary one)
 #   CUALLOC_FIRST_CAPTURES   how many processes have a first capture beside threads that allocate (1000)
@@ -112,13 +112,19 @@ for allocator in native cualloc; do
     [ ! -e "$scratch/subclass-$allocator.failed" ] || failed "subclass-$allocator"
     grep '^{"work"' "$logs/subclass-$allocator" >>"$scratch/subclass"
 done
-cat >"$scratch/compare_subclass.py" <<'END'
+cat >"$scratch/rows.py" <<'END'
+"""The rows of the file that the first argument names, by work and allocator."""
+
 import json, sys
 
 rows = {}
 for line in open(sys.argv[1]):
     row = json.loads(line)
     rows.setdefault(row["work"], {})[row["allocator"]] = row
+END
+cat >"$scratch/compare_subclass.py" <<'END'
+import sys
+from rows import rows
 wrong = []
 for work, row in rows.items():
     ours, native = row.get("cualloc", {}), row.get("native", {})
@@ -143,12 +149,8 @@ for work in callables shared decode; do
     done
 done
 cat >"$scratch/compare_graphs.py" <<'END'
-import json, sys
-
-rows = {}
-for line in open(sys.argv[1]):
-    row = json.loads(line)
-    rows.setdefault(row["work"], {})[row["allocator"]] = row
+import sys
+from rows import rows
 wrong = []
 for work, row in rows.items():
     if not row.keys() >= {"native", "cualloc"}:

@@ -1648,7 +1648,7 @@ int32_t cualloc_visit(struct cualloc_t *allocator,
 /**
  * Like cualloc_visit, for the memory of one graph pool.
  *
- * Errors: as cualloc_visit, and CUALLOC_CLOSED for a pool that was released.
+ * Errors: as cualloc_visit; CUALLOC_CLOSED also for a pool that was released; CUALLOC_DRIVER.
  *
  * May be called from any thread. No lock is held while the functions run.
  *

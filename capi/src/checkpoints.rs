@@ -1,37 +1,17 @@
 //! Checkpoints of graph pools by handle.
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 
 use cualloc::allocator::Checkpoint;
-use cualloc::held::{Locked, Mutex};
 
 use crate::entry::{call, give};
-use crate::results::{CUALLOC_CLOSED, Failure, NULL};
-use crate::{cualloc_checkpoint_t, cualloc_pool_t, options, pool_table};
+use crate::handle_table::HandleTable;
+use crate::results::{Failure, NULL};
+use crate::{cualloc_checkpoint_t, cualloc_pool_t, pool_table};
 
-/// No valid address on a 64-bit processor has this prefix, and no other handle does.
-const MARK: u64 = 0xca13_0000_0000_0000;
-const SHIFT: u32 = 4;
-
-#[derive(Default)]
-struct Known {
-    by_handle: BTreeMap<u64, Arc<Checkpoint>>,
-    made: u64,
-}
-
-fn known() -> Result<Locked<'static, Known>, Failure> {
-    static KNOWN: Mutex<Known> = Mutex::new(Known {
-        by_handle: BTreeMap::new(),
-        made: 0,
-    });
-    options::refuse_child()?;
-    Ok(KNOWN.lock())
-}
-
-const CLOSED: Failure = Failure::Reason(
-    CUALLOC_CLOSED,
+static CHECKPOINTS: HandleTable<Arc<Checkpoint>> = HandleTable::new(
+    0xca13,
     "the handle belongs to no checkpoint: it was freed or never existed",
 );
 
@@ -39,8 +19,7 @@ fn find(handle: *const cualloc_checkpoint_t) -> Result<Arc<Checkpoint>, Failure>
     if handle.is_null() {
         return Err(NULL);
     }
-    let found = known()?.by_handle.get(&(handle as u64)).map(Arc::clone);
-    found.ok_or(CLOSED)
+    CHECKPOINTS.with(handle as u64, |found| Arc::clone(found))
 }
 
 /// Called once for each block of a checkpoint, with the data of the call, the address of the block's first byte, and
@@ -64,11 +43,7 @@ pub unsafe extern "C" fn cualloc_pool_checkpoint(
 ) -> i32 {
     let make = || {
         let made = pool_table::with(pool, |pool, _| pool.checkpoint())?;
-        let mut known = known()?;
-        known.made += 1;
-        let handle = MARK | known.made << SHIFT;
-        known.by_handle.insert(handle, Arc::new(made));
-        Ok(handle as *mut cualloc_checkpoint_t)
+        Ok(CHECKPOINTS.add(Arc::new(made))? as *mut cualloc_checkpoint_t)
     };
     // SAFETY: the caller's contract.
     unsafe { give(out, make) }
@@ -142,11 +117,8 @@ pub unsafe extern "C" fn cualloc_pool_restore(
 /// May be called from any thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn cualloc_checkpoint_free(checkpoint: *mut cualloc_checkpoint_t) -> i32 {
-    call(|| {
-        if checkpoint.is_null() {
-            return Ok(());
-        }
-        let freed = known()?.by_handle.remove(&(checkpoint as u64));
-        freed.map(drop).ok_or(CLOSED)
+    call(|| match checkpoint.is_null() {
+        true => Ok(()),
+        false => CHECKPOINTS.remove(checkpoint as u64).map(drop),
     })
 }

@@ -11,6 +11,7 @@ mod calls;
 mod checkpoints;
 mod device;
 mod entry;
+mod handle_table;
 mod handles;
 mod life;
 mod memory;

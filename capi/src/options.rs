@@ -4,38 +4,22 @@ use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use cualloc::Config;
-use cualloc::held::{Locked, Mutex};
 
 use crate::cualloc_options_t;
 use crate::device::Source;
-use crate::results::{
-    CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, Failure, NULL,
-};
+use crate::handle_table::HandleTable;
+use crate::results::{CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 
-/// No valid address on a 64-bit processor has this prefix, and no handle of an allocator does.
-const MARK: u64 = 0xca11_0000_0000_0000;
-const SHIFT: u32 = 4;
+static OPTIONS: HandleTable<Options> = HandleTable::new(
+    0xca11,
+    "the handle belongs to no options: they were freed or never existed",
+);
 
 /// The options that were set, by key.
 #[derive(Clone, Default)]
 pub(crate) struct Options {
     pub(crate) source: Source,
     settings: BTreeMap<String, String>,
-}
-
-#[derive(Default)]
-struct Known {
-    by_handle: BTreeMap<u64, Options>,
-    made: u64,
-}
-
-fn known() -> Result<Locked<'static, Known>, Failure> {
-    static KNOWN: Mutex<Known> = Mutex::new(Known {
-        by_handle: BTreeMap::new(),
-        made: 0,
-    });
-    refuse_child()?;
-    Ok(KNOWN.lock())
 }
 
 /// Fails in a forked child of the process that first called this: a thread that does not exist there may hold a lock.
@@ -49,31 +33,20 @@ pub(crate) fn refuse_child() -> Result<(), Failure> {
     Err(Failure::Reason(CUALLOC_CONTEXT_LOST, why))
 }
 
-const CLOSED: Failure = Failure::Reason(
-    CUALLOC_CLOSED,
-    "the handle belongs to no options: they were freed or never existed",
-);
-
 pub(crate) fn add() -> Result<*mut cualloc_options_t, Failure> {
-    let mut known = known()?;
-    known.made += 1;
-    let handle = MARK | known.made << SHIFT;
-    known.by_handle.insert(handle, Options::default());
-    Ok(handle as *mut cualloc_options_t)
+    Ok(OPTIONS.add(Options::default())? as *mut cualloc_options_t)
 }
 
 pub(crate) fn remove(handle: *mut cualloc_options_t) -> Result<(), Failure> {
-    let removed = known()?.by_handle.remove(&(handle as u64));
-    removed.map(drop).ok_or(CLOSED)
+    OPTIONS.remove(handle as u64).map(drop)
 }
 
 /// Returns the options of a handle; null means the defaults.
 pub(crate) fn find(handle: *const cualloc_options_t) -> Result<Options, Failure> {
-    if handle.is_null() {
-        return Ok(Options::default());
+    match handle.is_null() {
+        true => Ok(Options::default()),
+        false => OPTIONS.with(handle as u64, |options| options.clone()),
     }
-    let known = known()?;
-    known.by_handle.get(&(handle as u64)).cloned().ok_or(CLOSED)
 }
 
 pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Result<(), Failure> {
@@ -88,15 +61,12 @@ pub(crate) fn set(handle: *mut cualloc_options_t, key: &str, value: &str) -> Res
             None
         }
     };
-    let mut known = known()?;
-    let options = known.by_handle.get_mut(&(handle as u64)).ok_or(CLOSED)?;
-    match source {
+    OPTIONS.with(handle as u64, |options| match source {
         Some(source) => options.source = source,
         None => {
             options.settings.insert(key.to_owned(), value.to_owned());
         }
-    }
-    Ok(())
+    })
 }
 
 /// Validates a single setting.

@@ -99,7 +99,7 @@ pub(crate) fn of(device: i32) -> Result<*mut cualloc_t, Failure> {
         return Ok(known);
     }
     let made = handles::add(allocator)?;
-    // First, so that whoever gets memory of the allocator finds it.
+    // Stored first, so that a free of the allocator's memory on another thread finds the allocator.
     END.fetch_max(device as usize + 1, Ordering::Release);
     place.store(made as u64, Ordering::Release);
     Ok(made)

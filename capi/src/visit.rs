@@ -119,7 +119,7 @@ pub unsafe extern "C" fn cualloc_visit(
 
 /// Like cualloc_visit, for the memory of one graph pool.
 ///
-/// Errors: as cualloc_visit, and CUALLOC_CLOSED for a pool that was released.
+/// Errors: as cualloc_visit; CUALLOC_CLOSED also for a pool that was released; CUALLOC_DRIVER.
 ///
 /// May be called from any thread. No lock is held while the functions run.
 ///

@@ -66,7 +66,7 @@ def _compiled():
             raise Unavailable(f"cannot read {path}: {error.strerror}") from None
     path = os.path.join(_cache(), _name(f"-{key.hexdigest()[:16]}"))
     if not os.path.exists(path):
-        compile_to(path)
+        _compile(path)
     return path
 
 
@@ -75,7 +75,7 @@ def _cache():
     return os.path.join(home, "cualloc")
 
 
-def compile_to(path):
+def _compile(path):
     """Compiles the library against the installed PyTorch; raises Unavailable."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if not compiler or shutil.which(compiler[0]) is None:

@@ -179,14 +179,13 @@ def out_of_memory(_):
 
 
 def benchmark(_):
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.deterministic = True
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(16, 32, 3, padding=1).cuda()
     data = torch.randn(8, 16, 64, 64, device="cuda")
-    value = [layer(data).shape[1] for _ in range(3)]
-    torch.cuda.synchronize()
-    return {"values": hexed(value), "on": torch.backends.cudnn.benchmark}
+    expected = layer(data)
+    torch.backends.cudnn.benchmark = True
+    close = [torch.allclose(layer(data), expected, atol=1e-2) for _ in range(3)]
+    return {"values": [], "close": close, "on": torch.backends.cudnn.benchmark}
 
 
 def figures(_):

@@ -39,10 +39,6 @@ unsafe impl SegmentSource for Plain {
 }
 
 impl Plain {
-    fn new(rig: &Rig, budget: usize) -> Arc<Plain> {
-        Plain::calling(rig, budget, || ())
-    }
-
     fn calling(rig: &Rig, budget: usize, during: impl Fn() + Send + Sync + 'static) -> Arc<Plain> {
         Arc::new(Plain {
             context: rig.context.clone(),
@@ -64,12 +60,18 @@ impl Plain {
     }
 }
 
+/// A pool over a source of 64 MiB.
+fn over_a_source(test: impl Fn(&Rig, Allocator, Arc<Plain>, GraphPool, Stream)) {
+    packed(|rig| {
+        let (allocator, source) = (rig.allocator(), Plain::calling(rig, 64 * MIB, || ()));
+        let pool = allocator.graph_pool_over(Arc::clone(&source) as _).unwrap();
+        test(rig, allocator, source, pool, rig.stream());
+    });
+}
+
 #[test]
 fn blocks_lie_in_the_segments_of_the_source() {
-    packed(|rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
-        let source = Plain::new(rig, 64 * MIB);
-        let pool = allocator.graph_pool_over(Arc::clone(&source) as _).unwrap();
+    over_a_source(|rig, allocator, source, pool, stream| {
         let scope = pool.enter(Scope::Thread).unwrap();
         let creates = rig.calls("cuMemCreate");
         let first = used(rig, &allocator, 3 * MIB, &stream);
@@ -109,10 +111,7 @@ fn blocks_lie_in_the_segments_of_the_source() {
 
 #[test]
 fn captures_use_segments_as_long_as_their_graphs_exist() {
-    packed(|rig| {
-        let (allocator, stream) = (rig.allocator(), rig.stream());
-        let source = Plain::new(rig, 64 * MIB);
-        let pool = allocator.graph_pool_over(Arc::clone(&source) as _).unwrap();
+    over_a_source(|rig, allocator, source, pool, stream| {
         let mut block = None;
         let graph = capture(&pool, &stream, || {
             let kept = used(rig, &allocator, 5 * MIB, &stream);

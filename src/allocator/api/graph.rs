@@ -197,7 +197,7 @@ impl GraphPool {
     /// live block of a view are blocks of their segment, so that the blocks of a segment that is no view have no gaps.
     ///
     /// # Errors
-    /// As [`footprint`](Self::footprint).
+    /// As [`footprint`](Self::footprint), and driver errors.
     pub fn snapshot(&self) -> Result<Vec<SegmentInfo>, Error> {
         pools::snapshot(self.allocator.engine(), self.id)
     }
