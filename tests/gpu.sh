@@ -189,10 +189,11 @@ if wanted sanitizer; then
         planted stale 'Invalid __global__ write of size 1 bytes'
         planted leak 'Leaked 63 bytes' 'called planted;weights'
         # A part of one program. Its calls fail on purpose now and then. Under the sanitizer a stream's
-        # destruction waits for its work, and in r25 that work waits for the destruction.
+        # destruction waits for its work, and in r25 that work waits for the destruction; in `independent` the work of
+        # one stream waits for later work of another, which the sanitizer starts after it.
         # Kernels run there behind the frees of their blocks, so the tool is not told of blocks.
         sanitized "memcheck reuse" --nvtx no --report-api-errors no "$scratch/tests/allocator" reuse:: \
-            --test-threads=1 --skip r25_
+            --test-threads=1 --skip r25_ --skip independent::
         if ! grep -q '^test result: ok. [1-9]' "$log"; then
             failed "memcheck reuse: no test of that name"
         fi

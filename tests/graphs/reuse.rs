@@ -227,3 +227,33 @@ fn a_pool_can_be_restored_to_any_checkpoint_in_any_order() {
         assert_eq!(graph_pool_error(error), GraphPoolError::ForeignCheckpoint);
     });
 }
+
+/// A snapshot lists free memory between two live blocks as one block, whichever graphs used its parts.
+#[test]
+fn a_snapshot_after_a_restore_equals_the_one_at_the_checkpoint() {
+    pooled(|rig, allocator, pool, [stream]| {
+        let mut blocks = Vec::new();
+        let mut captured = || {
+            capture(&pool, &stream, || {
+                blocks.push(used(rig, &allocator, 512, &stream));
+            })
+        };
+        let layout = || {
+            let snapshot = pool.snapshot().unwrap();
+            let blocks = snapshot.iter().flat_map(|segment| &segment.blocks);
+            let blocks = blocks.map(|block| (block.address, block.size, block.state));
+            blocks.collect::<Vec<_>>()
+        };
+        let mut graphs = vec![captured()];
+        rig.settle(&stream);
+        let (point, before) = (pool.checkpoint().unwrap(), layout());
+        assert_eq!(before.len(), 2, "a live block, and free memory: {before:?}");
+        graphs.push(captured());
+        rig.settle(&stream);
+        // SAFETY: blocks that cease are only freed.
+        let restored = unsafe { pool.restore(&point) }.unwrap();
+        assert_eq!(restored.ceased, [blocks[1].ptr()]);
+        assert_eq!(layout(), before);
+        std::mem::forget(blocks.pop().unwrap().free().unwrap_err());
+    });
+}

@@ -273,10 +273,20 @@ pub(crate) fn snapshot_pool(heap: &Heap, pool: u64) -> Vec<SegmentInfo> {
     blocks.sort_by_key(|block| block.address);
     for info in blocks {
         let after = segments.partition_point(|segment| segment.address <= info.address);
-        if let Some(segment) = after.checked_sub(1).and_then(|at| segments.get_mut(at)) {
-            segment.blocks.push(info);
+        let Some(segment) = after.checked_sub(1).and_then(|at| segments.get_mut(at)) else {
+            continue;
+        };
+        match segment.blocks.last_mut() {
+            // Adjacent free pieces differ only in the graphs that used them.
+            Some(last) if is_free_run(last, &info) => last.size += info.size,
+            _ => segment.blocks.push(info),
         }
     }
     segments.retain(|segment| !(segment.view && segment.blocks.is_empty()));
     segments
+}
+
+fn is_free_run(before: &BlockInfo, next: &BlockInfo) -> bool {
+    let free = |block: &BlockInfo| block.state == BlockState::Free;
+    free(before) && free(next) && before.address + before.size == next.address
 }
