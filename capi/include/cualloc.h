@@ -20,7 +20,7 @@
  * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
  * together with a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 7
+#define CUALLOC_ABI_VERSION 8
 
 /**
  * Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
@@ -126,6 +126,17 @@
  * A file could not be created or written; the text says why.
  */
 #define CUALLOC_IO 14
+
+/**
+ * The segments are about to be unmapped, and no request can obtain their memory.
+ */
+#define CUALLOC_SEGMENT_DEATH 0
+
+/**
+ * The segments have been mapped, and no block has been allocated there yet, unless they are restored after a
+ * suspension.
+ */
+#define CUALLOC_SEGMENT_BIRTH 1
 
 /**
  * Memory is plentiful: the allocator saves driver calls.
@@ -487,6 +498,39 @@ typedef struct cualloc_footprint_t {
 typedef uint32_t (*cualloc_stack_source_t)(void *data);
 
 /**
+ * Physical memory at its address, as a segment hook receives it.
+ */
+typedef struct cualloc_mapped_segment_t {
+  /**
+   * A number that no other segment of the allocator ever has, also not a later one at the same address.
+   */
+  uint64_t id;
+  /**
+   * Address of the first byte.
+   */
+  uint64_t address;
+  /**
+   * Size in bytes.
+   */
+  uint64_t bytes;
+  /**
+   * The number of the graph pool that it belongs to (cualloc_pool_number); 0 if it belongs to none.
+   */
+  uint64_t pool;
+} cualloc_mapped_segment_t;
+
+/**
+ * A segment hook: receives its data, CUALLOC_SEGMENT_BIRTH or CUALLOC_SEGMENT_DEATH, and the segments, valid during the
+ * call. Called without any lock held, by the threads whose calls change segments, possibly by several at the same time.
+ * It must not throw. It may call the library, except for cualloc_add_peer; calls that suspend or resume memory fail
+ * there with CUALLOC_BUSY.
+ */
+typedef void (*cualloc_segment_hook_t)(void *data,
+                                       int32_t change,
+                                       const struct cualloc_mapped_segment_t *segments,
+                                       size_t count);
+
+/**
  * Allocates a segment: device memory of this many bytes, a multiple of 2 MiB, for use on a stream. Returns its
  * address, a multiple of 512, or 0 if there is no memory. Receives the data of its source. Called without any lock
  * held; it must not throw, and may call the library.
@@ -524,6 +568,36 @@ typedef struct cualloc_source_t {
    */
   void *data;
 } cualloc_source_t;
+
+/**
+ * A block of a segment. Later versions of the library add fields at the end.
+ */
+typedef struct cualloc_block_t {
+  /**
+   * Address of the first byte.
+   */
+  uint64_t address;
+  /**
+   * Size in bytes.
+   */
+  uint64_t bytes;
+  /**
+   * Requested bytes; 0 unless it is live.
+   */
+  uint64_t requested;
+  /**
+   * The driver's id of the stream that owns it or owned it last; 0 if none is known.
+   */
+  uint64_t stream;
+  /**
+   * CUALLOC_BLOCK_LIVE, ...
+   */
+  int32_t state;
+  /**
+   * The number of the graph pool that it belongs to (cualloc_pool_number); 0 if it belongs to none.
+   */
+  uint64_t pool;
+} cualloc_block_t;
 
 /**
  * PyTorch's id of a pool, passed by value (MempoolId_t).
@@ -570,32 +644,6 @@ typedef struct cualloc_segment_t {
  * Called for each segment, before its blocks. It must not throw. It may call the library.
  */
 typedef void (*cualloc_visit_segment_t)(void *data, const struct cualloc_segment_t *segment);
-
-/**
- * A block of a segment. Later versions of the library add fields at the end.
- */
-typedef struct cualloc_block_t {
-  /**
-   * Address of the first byte.
-   */
-  uint64_t address;
-  /**
-   * Size in bytes.
-   */
-  uint64_t bytes;
-  /**
-   * Requested bytes; 0 unless it is live.
-   */
-  uint64_t requested;
-  /**
-   * The driver's id of the stream that owns it or owned it last; 0 if none is known.
-   */
-  uint64_t stream;
-  /**
-   * CUALLOC_BLOCK_LIVE, ...
-   */
-  int32_t state;
-} cualloc_block_t;
 
 /**
  * Called for each block of the segment that was visited last, by ascending address. It must not throw. It may call the
@@ -1292,6 +1340,50 @@ uint32_t cualloc_context(const char *name);
 uint32_t cualloc_set_context(uint32_t context);
 
 /**
+ * Calls a hook whenever an allocator has mapped memory or is about to unmap it, for registrations and exports that
+ * follow the memory. Second mappings of the same memory (views) are not reported, nor is memory that is mapped
+ * already. Replaces the hook with the same name.
+ *
+ * done is called once, on any thread, when the hook is no longer used: after it was removed or replaced and its last
+ * call has returned, or after the allocator has ended. It is not called if this call returns an error.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, name or hook, or a name that is not UTF-8; CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `name` is null or zero-terminated. The functions may be called with the data from any thread until `done` is called.
+ */
+int32_t cualloc_add_segment_hook(struct cualloc_t *allocator,
+                                 const char *name,
+                                 cualloc_segment_hook_t hook,
+                                 cualloc_done_t done,
+                                 void *data);
+
+/**
+ * Removes the hook with this name. Calls of it that are in progress may still run when this call returns.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle or name, a name that is not UTF-8, or if there is no such hook;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `name` is null or zero-terminated.
+ */
+int32_t cualloc_remove_segment_hook(struct cualloc_t *allocator,
+                                    const char *name);
+
+/**
+ * Returns the number of a graph pool, unique in its allocator, by which cualloc_block_t and cualloc_mapped_segment_t
+ * name it; 0 if the handle belongs to no pool.
+ *
+ * May be called from any thread at any time.
+ */
+uint64_t cualloc_pool_number(struct cualloc_pool_t *pool);
+
+/**
  * Sets the options that shared allocators (cualloc_shared) are created with; null means the defaults. The options are
  * copied. For these allocators unretired_streams is on unless it is set to off: streams that are not adopted may be
  * destroyed without being retired.
@@ -1480,6 +1572,19 @@ int32_t cualloc_torch_fraction(double fraction,
  */
 void *cualloc_torch_base(void *ptr,
                          size_t *bytes);
+
+/**
+ * Describes the block that contains an address, on any device: writes the device's number to *device, and the block to
+ * *block. Returns whether there is one.
+ *
+ * May be called from any thread, with any current context.
+ *
+ * The caller guarantees:
+ * Both pointers are null or writable.
+ */
+bool cualloc_torch_block(void *ptr,
+                         int32_t *device,
+                         struct cualloc_block_t *block);
 
 /**
  * PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block that contains an address, on any

@@ -284,3 +284,87 @@ fn deferred_frees_are_retried_when_a_scope_ends_although_others_are_open() {
         assert_eq!(cualloc_torch_pool_release(0, begun), CUALLOC_OK);
     }
 }
+
+/// What a segment hook has received, and whether its data may be dropped.
+#[derive(Default)]
+struct Reports {
+    reports: Vec<(i32, cualloc_mapped_segment_t)>,
+    done: u32,
+}
+
+unsafe extern "C" fn note_change(
+    data: *mut c_void,
+    change: i32,
+    segments: *const cualloc_mapped_segment_t,
+    count: usize,
+) {
+    // SAFETY: the test passes its reports, and the segments are valid during the call.
+    unsafe {
+        let segments = std::slice::from_raw_parts(segments, count);
+        let reports = segments.iter().map(|segment| (change, *segment));
+        (*data.cast::<Reports>()).reports.extend(reports);
+    }
+}
+
+unsafe extern "C" fn note_done(data: *mut c_void) {
+    // SAFETY: as above.
+    unsafe { (*data.cast::<Reports>()).done += 1 };
+}
+
+#[test]
+fn a_segment_hook_receives_changes_until_it_is_removed() {
+    const MIB: u64 = 1 << 20;
+    let _one = world();
+    let (allocator, asked) = (allocator(), Asked::default());
+    let pool = pool_of(allocator);
+    let mut reports = Reports::default();
+    let data: *mut c_void = (&raw mut reports).cast();
+    let (hook, done) = (Some(note_change as _), Some(note_done as _));
+    // SAFETY: the functions take the reports, which outlive the hook; nothing uses the blocks.
+    unsafe {
+        let name = c"test".as_ptr();
+        let add = |name, hook| cualloc_add_segment_hook(allocator, name, hook, done, data);
+        assert_eq!(add(null_mut(), hook), CUALLOC_INVALID_ARGUMENT);
+        assert_eq!(add(name, None), CUALLOC_INVALID_ARGUMENT);
+        assert_eq!(add(name, hook), CUALLOC_OK);
+        assert_eq!(add(name, hook), CUALLOC_OK, "it replaces the first");
+        assert_eq!((*data.cast::<Reports>()).done, 1);
+        let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+        assert_eq!(code, CUALLOC_OK);
+        let pooled = take(allocator, 2 << 20);
+        assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+        let plain = take(allocator, 2 << 20);
+        for block in [pooled, plain] {
+            assert_eq!(cualloc_free(allocator, block), CUALLOC_OK);
+        }
+        assert_eq!(
+            cualloc_empty_cache(allocator, null_mut(), null_mut()),
+            CUALLOC_OK
+        );
+        let of_pool = cualloc_pool_number(pool);
+        assert_ne!(of_pool, 0);
+        let reports = std::mem::take(&mut (*data.cast::<Reports>()).reports);
+        let changes = |change| {
+            let all = reports.iter().filter(move |report| report.0 == change);
+            let mut bytes = [0, 0];
+            for (_, segment) in all {
+                assert!(segment.pool == 0 || segment.pool == of_pool);
+                bytes[usize::from(segment.pool == of_pool)] += segment.bytes;
+            }
+            bytes
+        };
+        let born = changes(CUALLOC_SEGMENT_BIRTH);
+        assert!(born[0] >= 2 * MIB && born[1] == 2 * MIB, "{born:?}");
+        assert_eq!(changes(CUALLOC_SEGMENT_DEATH), born);
+        assert_eq!(cualloc_remove_segment_hook(allocator, name), CUALLOC_OK);
+        assert_eq!((*data.cast::<Reports>()).done, 2);
+        let again = cualloc_remove_segment_hook(allocator, name);
+        assert_eq!(again, CUALLOC_INVALID_ARGUMENT);
+        let block = take(allocator, 2 << 20);
+        assert_eq!(cualloc_free(allocator, block), CUALLOC_OK);
+        assert!((*data.cast::<Reports>()).reports.is_empty());
+    }
+    assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
+    assert_eq!(cualloc_pool_number(pool), 0);
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+}

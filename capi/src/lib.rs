@@ -21,6 +21,7 @@ mod pool_table;
 mod pools;
 mod record;
 mod results;
+mod segment_hooks;
 mod shared;
 mod sources;
 mod stats;
@@ -54,6 +55,7 @@ pub use memory::*;
 pub use pools::*;
 pub use record::*;
 pub use results::*;
+pub use segment_hooks::*;
 pub use shared::*;
 pub use sources::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
@@ -64,7 +66,7 @@ pub use visit::*;
 
 /// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
 /// together with a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 7;
+pub const CUALLOC_ABI_VERSION: u32 = 8;
 
 /// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());

@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use cualloc::allocator::BlockInfo;
 use cualloc::error::{InvalidArgument, OutOfMemory};
 use cualloc::held::Mutex;
 use cualloc::{Allocator, Error};
@@ -18,7 +19,7 @@ use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
-use crate::{cualloc_t, handles, options, shared};
+use crate::{cualloc_block_t, cualloc_t, handles, options, shared};
 
 /// Blocks whose free failed, usually because of a capture: the allocator's handle and the address.
 static DEFERRED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
@@ -325,8 +326,7 @@ pub extern "C" fn cualloc_torch_fraction(fraction: f64, device: i32) -> i32 {
 pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize) -> *mut c_void {
     let address = ptr.addr() as u64;
     let (base, size) = value(|| {
-        let around = |a| handles::with(a, |a| a.block_around(address)).ok();
-        let found = shared::all().find_map(around);
+        let found = shared::all().find_map(|allocator| block_around(allocator, address));
         Ok(found.map(|block| (block.address as usize, block.size)))
     })
     .unwrap_or((ptr.expose_provenance(), 0));
@@ -335,6 +335,40 @@ pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize)
         unsafe { bytes.write(usize::try_from(size).unwrap_or(usize::MAX)) };
     }
     std::ptr::with_exposed_provenance_mut(base)
+}
+
+fn block_around(allocator: *mut cualloc_t, address: u64) -> Option<BlockInfo> {
+    handles::with(allocator, |allocator| allocator.block_around(address)).ok()
+}
+
+/// Describes the block that contains an address, on any device: writes the device's number to *device, and the block to
+/// *block. Returns whether there is one.
+///
+/// May be called from any thread, with any current context.
+///
+/// # Safety
+/// Both pointers are null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_block(
+    ptr: *mut c_void,
+    device: *mut i32,
+    block: *mut cualloc_block_t,
+) -> bool {
+    let found = value(|| {
+        let address = ptr.addr() as u64;
+        Ok(shared::all().find_map(|allocator| block_around(allocator, address)))
+    });
+    let Some(found) = found else { return false };
+    if !device.is_null() {
+        let ordinal = found.device.and_then(|ordinal| i32::try_from(ordinal).ok());
+        // SAFETY: the caller's contract.
+        unsafe { device.write(ordinal.unwrap_or(-1)) };
+    }
+    if !block.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { block.write((&found).into()) };
+    }
+    true
 }
 
 /// PyTorch's hook for Tensor.record_stream: cualloc_record_stream for the block that contains an address, on any

@@ -50,6 +50,8 @@ pub struct cualloc_block_t {
     pub stream: u64,
     /// CUALLOC_BLOCK_LIVE, ...
     pub state: i32,
+    /// The number of the graph pool that it belongs to (cualloc_pool_number); 0 if it belongs to none.
+    pub pool: u64,
 }
 
 /// Called for each segment, before its blocks. It must not throw. It may call the library.
@@ -86,6 +88,7 @@ impl From<&BlockInfo> for cualloc_block_t {
                 BlockState::Aliased => CUALLOC_BLOCK_ALIASED,
                 _ => CUALLOC_BLOCK_BUSY,
             },
+            pool: from.pool.unwrap_or(0),
         }
     }
 }

@@ -63,6 +63,7 @@ pub(crate) use engine::Engine;
 pub(crate) use engine::hooks::Hooks;
 pub use engine::hooks::ReliefHook;
 pub(crate) use engine::recorded;
+pub use engine::segment_hooks::{Segment, SegmentChange, SegmentHook};
 pub(crate) use extent::hash::Mixed;
 pub use graph::Footprint;
 #[doc(hidden)]
@@ -76,5 +77,4 @@ pub(crate) use request::Element;
 pub use request::Request;
 pub use stats::{Counter, PoolStats, ReclaimStats, Stats};
 pub use suspend::contents::{Contents, Keep};
-pub use suspend::hooks::{Segment, SegmentChange, SegmentHook};
 pub use suspend::run::{Resumed, Suspended};

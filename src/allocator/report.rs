@@ -257,6 +257,8 @@ pub struct BlockInfo {
     pub small: bool,
     /// Whether the block is part of a larger piece: it has a neighbour in its segment.
     pub is_split: bool,
+    /// Id of the graph pool that the block belongs to ([`GraphPool::id`](crate::GraphPool::id)).
+    pub pool: Option<u64>,
 }
 
 /// Memory from the driver and its blocks: a segment, or a contiguous run of mapped handles.

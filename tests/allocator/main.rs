@@ -18,5 +18,6 @@ mod large_blocks;
 mod limits;
 mod placement;
 mod reuse;
+mod segment_hooks;
 mod single_stream;
 mod views;

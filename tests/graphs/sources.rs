@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::support::*;
-use cualloc::allocator::{Contents, SegmentSource, Select};
+use cualloc::allocator::{Contents, Segment, SegmentChange, SegmentHook, SegmentSource, Select};
 use cualloc::driver::sys;
 
 /// Segments from the driver, as far as the budget lasts, and those that are in use.
@@ -181,5 +181,59 @@ fn an_unusable_address_is_given_back() {
         );
         assert_eq!(*source.0.lock().unwrap(), [address]);
         drop(scope);
+    });
+}
+
+/// Segments of the driver, of a source, and those that a capture takes over from the allocator.
+#[test]
+fn segment_hooks_receive_the_segments_of_pools_with_their_number() {
+    over_a_source(|rig, allocator, source, over, stream| {
+        let reports: Arc<Mutex<Vec<(SegmentChange, Segment)>>> = Arc::default();
+        let listen = |allocator: &Allocator| {
+            let keeps = Arc::clone(&reports);
+            allocator.add_segment_hook(SegmentHook::new("test", move |change, segments| {
+                let reports = segments.iter().map(|segment| (change, *segment));
+                keeps.lock().unwrap().extend(reports);
+            }));
+        };
+        listen(&allocator);
+        let taken = || {
+            let taken = std::mem::take(&mut *reports.lock().unwrap());
+            let brief = |(change, segment): (_, Segment)| (change, segment.pool, segment.bytes);
+            taken.into_iter().map(brief).collect::<Vec<_>>()
+        };
+        let plain = allocator.graph_pool().unwrap();
+        assert_ne!(plain.id(), over.id());
+        for pool in [&plain, &over] {
+            let scope = pool.enter(Scope::Thread).unwrap();
+            let block = used(rig, &allocator, 2 * MIB, &stream);
+            let born = (SegmentChange::Birth, Some(pool.id()), 2 * MIB as u64);
+            assert_eq!(taken(), [born]);
+            let around = allocator.block_around(block.ptr()).unwrap();
+            assert_eq!(around.pool, Some(pool.id()));
+            drop((block, scope));
+            rig.settle(&stream);
+            allocator.empty_cache().unwrap();
+            let dead = (SegmentChange::Death, Some(pool.id()), 2 * MIB as u64);
+            assert_eq!(taken(), [dead]);
+        }
+        assert_eq!(source.segments(), []);
+        // With nothing left below the limit, a capture takes over idle memory.
+        let limited = rig.limited(2 * MIB);
+        listen(&limited);
+        drop(used(rig, &limited, 2 * MIB, &stream));
+        rig.settle(&stream);
+        let pool = limited.graph_pool().unwrap();
+        let graph = capture(&pool, &stream, || {
+            drop(used(rig, &limited, 2 * MIB, &stream))
+        });
+        let (bytes, id) = (2 * MIB as u64, Some(pool.id()));
+        let moved = [
+            (SegmentChange::Birth, None, bytes),
+            (SegmentChange::Death, None, bytes),
+            (SegmentChange::Birth, id, bytes),
+        ];
+        assert_eq!(taken(), moved);
+        drop(graph);
     });
 }

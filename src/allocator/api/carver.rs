@@ -337,6 +337,7 @@ impl Carver {
             pending,
             small: hot.space == SpaceId::Small,
             is_split: hot.prev != NIL || hot.next != NIL,
+            pool: None,
         }
     }
 

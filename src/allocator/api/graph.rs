@@ -135,7 +135,8 @@ impl fmt::Debug for Scope<'_> {
 }
 
 impl GraphPool {
-    pub(crate) fn id(&self) -> u64 {
+    /// Returns the pool's number, unique in its allocator: reports and segment hooks name the pool by it. Starts at 1.
+    pub fn id(&self) -> u64 {
         self.id
     }
 

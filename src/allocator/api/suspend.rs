@@ -2,8 +2,8 @@
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::graph::GraphPool;
+use crate::allocator::engine::segment_hooks::SegmentHook;
 use crate::allocator::suspend::contents::Keep;
-use crate::allocator::suspend::hooks::SegmentHook;
 use crate::allocator::suspend::run;
 use crate::allocator::suspend::run::{Resumed, Selected, Suspended};
 use crate::block::Tag;
@@ -105,15 +105,15 @@ impl Allocator {
         run::is_suspended(self.engine(), select.of(self)?)
     }
 
-    /// Adds a hook that is called for segments that are suspended or resumed. Replaces a hook of the same name, and
-    /// returns whether it did.
+    /// Adds a hook that is called for memory that is mapped from now on, and before memory is unmapped. Replaces a hook
+    /// of the same name, and returns whether it did.
     pub fn add_segment_hook(&self, hook: SegmentHook) -> bool {
-        self.engine().suspender.add_hook(hook)
+        self.engine().segment_hooks.add(hook)
     }
 
     /// Removes a hook, and returns whether it existed.
     pub fn remove_segment_hook(&self, name: &str) -> bool {
-        self.engine().suspender.remove_hook(name)
+        self.engine().segment_hooks.remove(name)
     }
 }
 

@@ -16,6 +16,8 @@ pub(crate) mod naming;
 pub(crate) mod peers;
 pub(crate) mod recorded;
 pub(crate) mod release;
+pub(crate) mod segment_hooks;
+pub(crate) mod segments;
 pub(crate) mod self_test;
 pub(crate) mod trial;
 
@@ -34,13 +36,14 @@ use crate::allocator::debug::Debug;
 use crate::allocator::engine::bench::ViewTests;
 use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
+use crate::allocator::engine::segment_hooks::SegmentHooks;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Bounds;
 use crate::allocator::physical::access::Access;
 use crate::allocator::physical::address::Addresses;
 use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::physical::policy::Rules;
-use crate::allocator::suspend::hooks::Suspender;
+use crate::allocator::suspend::host::Suspender;
 use crate::error::{Error, RareLog};
 use crate::locks::lock::{Held, Lock};
 use crate::nvtx::{self, Tool};
@@ -92,6 +95,7 @@ pub(crate) struct Engine {
     /// Address space of the device.
     pub addresses: Arc<Addresses>,
     pub hooks: Hooks,
+    pub segment_hooks: SegmentHooks,
     pub suspender: Suspender,
     /// Events that order the uses of typed buffers, in the allocator's own context.
     pub events: EventPools,
@@ -219,6 +223,7 @@ impl Engine {
                 total_memory,
                 addresses,
                 hooks: Hooks::default(),
+                segment_hooks: SegmentHooks::default(),
                 suspender: Suspender::default(),
                 events: EventPools::of(context),
                 log: RareLog::default(),

@@ -3,7 +3,8 @@
 use crate::allocator::plan::release;
 use crate::driver::{DriverError, Entered};
 
-use crate::allocator::engine::Engine;
+use crate::allocator::engine::segment_hooks::SegmentChange;
+use crate::allocator::engine::{Engine, segments};
 use crate::allocator::physical::Release;
 use crate::allocator::physical::commit::{free, give_back};
 use crate::allocator::size::GRANULE;
@@ -23,6 +24,7 @@ pub(crate) fn release(engine: &Engine, plan: Vec<Release>) -> Result<u64, Error>
             return Err(engine.error(error));
         }
     };
+    segments::report_claimed(engine, SegmentChange::Death, &plan);
     let mut first: Option<DriverError> = None;
     let mut released = 0;
     let mut plan = plan.into_iter();
@@ -43,6 +45,7 @@ pub(crate) fn release(engine: &Engine, plan: Vec<Release>) -> Result<u64, Error>
             break;
         }
     }
+    segments::report_claimed(engine, SegmentChange::Birth, plan.as_slice());
     for release in plan {
         release::revert(&mut engine.lock(), release);
     }
@@ -69,7 +72,9 @@ fn release_segment(
     let mut heap = engine.lock();
     heap.physical.planned -= bytes;
     if let Err(error) = freed {
-        release::restore_segment(&mut heap, release);
+        drop(heap);
+        segments::report_claimed(engine, SegmentChange::Birth, [&release]);
+        release::restore_segment(&mut engine.lock(), release);
         return (0, Some(error));
     }
     (bytes, None)

@@ -53,6 +53,7 @@ fn block_info(heap: &Heap, id: u32) -> BlockInfo {
         pending,
         small: hot.space != SpaceId::Large,
         is_split: hot.prev != NIL || hot.next != NIL,
+        pool: None,
     }
 }
 
@@ -71,6 +72,7 @@ fn pooled_info(heap: &Heap, hot: &Hot, requested: u64) -> BlockInfo {
         pending: numbers.into_iter().skip(1).collect(),
         small: false,
         is_split: true,
+        pool: heap.graphs.pool_of(hot.addr),
     }
 }
 
@@ -201,6 +203,7 @@ fn run_info(heap: &Heap, stream: u32, run: &Run, pending: &[u32]) -> BlockInfo {
         pending: recorded.into_iter().map(number).collect(),
         small: true,
         is_split: run.granules < PAGE_GRANULES,
+        pool: None,
     }
 }
 
@@ -214,8 +217,8 @@ pub(crate) fn block_info_around(heap: &mut Heap, ptr: u64) -> Option<BlockInfo> 
 }
 
 /// Returns the segments of a graph pool: its memory at home with all blocks, and its views with their live blocks.
-pub(crate) fn snapshot_pool(heap: &Heap, pool: u64) -> Vec<SegmentInfo> {
-    let Some(pool) = heap.graphs.pools.get(&pool) else {
+pub(crate) fn snapshot_pool(heap: &Heap, id: u64) -> Vec<SegmentInfo> {
+    let Some(pool) = heap.graphs.pools.get(&id) else {
         return Vec::new();
     };
     let arena = &pool.arena;
@@ -251,6 +254,7 @@ pub(crate) fn snapshot_pool(heap: &Heap, pool: u64) -> Vec<SegmentInfo> {
         pending: Vec::new(),
         small: false,
         is_split: true,
+        pool: Some(id),
     };
     let bytes = |part: &Part| part.end() - part.home;
     let mut blocks: Vec<BlockInfo> = Vec::new();

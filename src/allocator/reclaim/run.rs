@@ -11,6 +11,7 @@ use crate::allocator::engine::contexts;
 use crate::allocator::engine::device;
 use crate::allocator::engine::markers::Questions;
 use crate::allocator::engine::release;
+use crate::allocator::engine::segments;
 use crate::allocator::graph::run::pools;
 use crate::allocator::inspect::shortage::out_of_memory;
 use crate::allocator::plan::growth::Growth;
@@ -20,6 +21,7 @@ use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
 
 use crate::allocator::config::Waits;
+use crate::allocator::engine::segment_hooks::SegmentChange;
 use crate::allocator::engine::{Engine, Guard};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
@@ -398,6 +400,7 @@ fn grow(
     match made {
         Ok(handles) => {
             log_growth(engine, want, &growth.fresh);
+            segments::report_fresh(engine, &growth.fresh);
             // The waits come before any split: if one fails, each part is restored unchanged.
             let waited = engine.queue_waits(want.stream, &waits);
             drop(waits);
@@ -432,6 +435,7 @@ fn obtain_from_driver(
     match grow_span(&fresh, || commit::map(&maker, &fresh)) {
         Ok(handles) => {
             log_growth(engine, want, &fresh);
+            segments::report_fresh(engine, &fresh);
             growth::commit_free(&mut engine.lock(), want, &fresh, &handles);
             Ok(())
         }
@@ -463,8 +467,9 @@ fn grow_segment(
 ) -> Result<Option<u32>, Error> {
     let bytes = fresh.bytes();
     let made = grow_span(fresh, || commit::allocate(&engine.context, bytes));
-    if made.is_ok() {
+    if let Ok(addr) = made {
         log_growth(engine, want, fresh);
+        segments::report(engine, SegmentChange::Birth, None, [(addr, bytes)]);
     }
     let free = made.map_or_else(|error| device::driver_free(engine, error), |_| 0);
     let mut heap = engine.lock();

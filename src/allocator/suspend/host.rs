@@ -1,13 +1,29 @@
 //! Host memory for the contents of suspended memory.
 
 use crate::allocator::suspend::contents::Contents;
-use crate::driver::{Entered, HostAllocation, HostMemory};
+use crate::driver::{Entered, HostAllocation, HostMemory, process};
 use crate::error::Error;
+use crate::locks::held::Mutex;
 
 /// Maximum size of a part of page-locked memory, so that the parts can be reused for another total.
 const PART: u64 = 64 << 20;
 /// A part is a multiple of this many bytes.
 const STEP: u64 = 64 << 10;
+
+/// State of suspensions outside the heap.
+#[derive(Debug, Default)]
+pub(crate) struct Suspender {
+    /// Page-locked memory kept for the next suspension.
+    pub(crate) spare: Mutex<Vec<HostAllocation>>,
+}
+
+impl Suspender {
+    /// Frees the page-locked memory that is kept for the next suspension.
+    pub(crate) fn drop_spare(&self) {
+        let spare = std::mem::take(&mut *process::lock(&self.spare));
+        drop(spare);
+    }
+}
 
 /// Host memory for contents.
 #[derive(Debug, Default)]

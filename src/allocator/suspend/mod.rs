@@ -7,7 +7,6 @@
 pub(crate) mod commit;
 pub(crate) mod contents;
 pub(crate) mod discard;
-pub(crate) mod hooks;
 pub(crate) mod host;
 pub(crate) mod run;
 pub(crate) mod target;
@@ -25,6 +24,16 @@ pub(crate) enum Target {
     Arenas,
     /// A graph pool.
     Pool(u64),
+}
+
+impl Target {
+    /// Returns the graph pool, if it is one.
+    pub(crate) fn pool(self) -> Option<u64> {
+        match self {
+            Target::Pool(id) => Some(id),
+            Target::Arenas => None,
+        }
+    }
 }
 
 /// A handle that is suspended, or about to be.
@@ -129,10 +138,7 @@ impl Suspensions {
         is_unused: impl Fn(u64) -> bool,
     ) -> BTreeMap<Target, Suspension> {
         let all = std::mem::take(&mut self.map).into_iter();
-        let (unused, used) = all.partition(|(target, _)| match target {
-            Target::Pool(id) => is_unused(*id),
-            Target::Arenas => false,
-        });
+        let (unused, used) = all.partition(|(target, _)| target.pool().is_some_and(&is_unused));
         self.map = used;
         unused
     }
@@ -153,10 +159,7 @@ impl Suspensions {
 
     /// Returns the tag of a target, if it is a pool that has one.
     pub(crate) fn tag_of(&self, target: Target) -> Option<Tag> {
-        match target {
-            Target::Pool(id) => self.tags.get(&id).copied(),
-            Target::Arenas => None,
-        }
+        self.tags.get(&target.pool()?).copied()
     }
 
     /// Whether a handle at this home is suspended, and not being resumed.

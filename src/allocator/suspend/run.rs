@@ -8,6 +8,7 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::contexts;
 use crate::allocator::engine::device;
 use crate::allocator::engine::release;
+use crate::allocator::engine::segment_hooks::{Segment, SegmentChange};
 use crate::allocator::graph::run::pools;
 use crate::allocator::heap::Heap;
 use crate::allocator::inspect::shortage::short_of;
@@ -15,7 +16,6 @@ use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::suspend::commit;
 use crate::allocator::suspend::contents::{Contents, Keep};
 use crate::allocator::suspend::discard;
-use crate::allocator::suspend::hooks::{Segment, SegmentChange};
 use crate::allocator::suspend::host::HostCopy;
 use crate::allocator::suspend::target;
 use crate::allocator::suspend::{Suspension, Target};
@@ -137,8 +137,12 @@ impl<'a> Work<'a> {
     /// Returns the segments as they are now, or as they were last reported.
     fn segments(&self, change: SegmentChange) -> Vec<Segment> {
         let mut heap = self.engine.lock();
-        let handles = self.suspensions.iter().flat_map(|one| &one.handles);
-        let segments = handles.map(|handle| {
+        let suspensions = self.targets.iter().zip(&self.suspensions);
+        let handles = suspensions.flat_map(|(target, one)| {
+            let pool = target.pool();
+            one.handles.iter().map(move |handle| (pool, handle))
+        });
+        let segments = handles.map(|(pool, handle)| {
             let id = heap.suspended.id_of(handle.home);
             if change == SegmentChange::Death {
                 heap.suspended.forget_segment(handle.home);
@@ -147,6 +151,7 @@ impl<'a> Work<'a> {
                 id,
                 address: handle.home,
                 bytes: handle.bytes,
+                pool,
             }
         });
         segments.collect()
@@ -254,7 +259,7 @@ pub(crate) fn suspend(
         debug.mark_guards_lost();
     }
     let dying = work.segments(SegmentChange::Death);
-    engine.suspender.notify(SegmentChange::Death, &dying);
+    engine.segment_hooks.notify(SegmentChange::Death, &dying);
     match release_all(engine, &mut work.suspensions) {
         Ok(()) => {
             work.set_suspended(true);
@@ -350,7 +355,7 @@ fn report_restored(engine: &Engine, mut work: Work<'_>, maker: PhysicalConfig<'_
     // Publishes the memory.
     drop(work);
     drop(maker);
-    engine.suspender.notify(SegmentChange::Birth, &born);
+    engine.segment_hooks.notify(SegmentChange::Birth, &born);
 }
 
 fn copy_stream(engine: &Engine, suspensions: &[Suspension]) -> Result<Option<Stream>, Error> {

@@ -5,6 +5,7 @@
 //! wait is made for it.
 
 use crate::allocator::engine::device;
+use crate::allocator::engine::segments;
 use crate::allocator::graph::pooled;
 use crate::allocator::graph::pooled::PoolRequest;
 use crate::allocator::graph::run::fast_path;
@@ -17,6 +18,7 @@ use crate::driver::{DriverError, process, sys};
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::naming::Named;
+use crate::allocator::engine::segment_hooks::SegmentChange;
 use crate::allocator::graph::Requester;
 use crate::allocator::graph::arena::Fit;
 use crate::allocator::graph::capture::{Capture, CaptureStatus, Route};
@@ -260,6 +262,12 @@ fn obtain(
         let fresh = plan.fresh_bytes();
         let maker = engine.maker();
         let made = commit::make(&maker, &plan);
+        if made.is_ok()
+            && let Some((home, sizes)) = &plan.fresh
+        {
+            let handles = segments::handles_from(*home, sizes);
+            segments::report(engine, SegmentChange::Birth, Some(pool), handles);
+        }
         let mut heap = engine.lock();
         let place = pooled::commit_plan(&mut heap, pool, plan, made.as_deref());
         drop(maker);
@@ -302,6 +310,7 @@ fn take_segment(
     let found = source.0.allocate(bytes, raw);
     let usable = found.filter(|address| *address != 0 && address % GRANULE == 0);
     let segment = usable.map(|address| (address, bytes));
+    segments::report(engine, SegmentChange::Birth, Some(request.pool), segment);
     engine.lock().graphs.end_source_call(request.pool, segment);
     match (found, usable) {
         (_, Some(_)) => Ok(true),

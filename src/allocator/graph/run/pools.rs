@@ -13,6 +13,8 @@ use crate::allocator::engine::contexts;
 use crate::allocator::engine::device;
 use crate::allocator::engine::idle;
 use crate::allocator::engine::release;
+use crate::allocator::engine::segment_hooks::SegmentChange;
+use crate::allocator::engine::segments;
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::graph::checkpoint::Layout;
@@ -252,7 +254,14 @@ fn move_handle(engine: &Engine, pool: u64, release: Release) -> Result<(), Error
     };
     let planned = (home, vec![release.bytes]);
     let maker = engine.maker();
+    segments::report_claimed(engine, SegmentChange::Death, [&release]);
     let (left, made) = commit::move_in(&maker, &planned, (&release, handle));
+    if made.is_ok() {
+        let moved = [(home, release.bytes)];
+        segments::report(engine, SegmentChange::Birth, Some(pool), moved);
+    } else if !left {
+        segments::report_claimed(engine, SegmentChange::Birth, [&release]);
+    }
     let mut heap = engine.lock();
     pooled::commit_plan(&mut heap, pool, Plan::free(planned), made.as_deref());
     drop(maker);
@@ -325,6 +334,8 @@ pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
         let held = arena.held();
         let homes = arena.at_home();
         let source = engine.lock().graphs.source_of(pool);
+        let dying = homes.iter().map(|(home, bytes)| (*home, *bytes));
+        segments::report(engine, SegmentChange::Death, Some(pool), dying);
         match &source {
             Some(source) => source.free_all(&mut arena),
             None => first = first.and(commit::dissolve(&engine.context, &mut arena)),

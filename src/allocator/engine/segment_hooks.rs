@@ -1,9 +1,10 @@
-//! Segment hooks, and page-locked memory kept between suspensions.
+//! Segment hooks: functions of the program that follow which memory is mapped where.
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::driver::{HostAllocation, process};
+use crate::driver::process;
 use crate::foreign::guarded;
 use crate::locks::held::Mutex;
 
@@ -11,9 +12,10 @@ use crate::locks::held::Mutex;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SegmentChange {
-    /// They are about to be unmapped: the hook revokes registrations and exports of their memory now.
+    /// They are about to be unmapped, and no request can obtain their memory: the hook revokes registrations and exports
+    /// of it now.
     Death,
-    /// They have been recreated at their old addresses.
+    /// They have been mapped, and no block has been allocated there yet, unless they are restored after a suspension.
     Birth,
 }
 
@@ -27,18 +29,22 @@ pub struct Segment {
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
+    /// The graph pool that it belongs to ([`GraphPool::id`](crate::GraphPool::id)); none outside of graph pools.
+    pub pool: Option<u64>,
 }
 
 /// The function of a hook.
 type HookFunction = dyn Fn(SegmentChange, &[Segment]) + Send + Sync;
 
-/// A hook that is called when memory is suspended and when it is resumed, so that registrations and exports can be
-/// renewed.
+/// A hook that is called when memory is mapped and before it is unmapped: when the allocator obtains or returns memory,
+/// and when memory is suspended or resumed. It serves registrations and exports, which follow the memory. Second
+/// mappings of the same memory (views) are not reported.
 ///
-/// A hook runs without any lock held, on the thread that suspends or resumes, once for all segments. It may allocate
-/// where memory is left, and free; to suspend or resume there returns [`Error::InUse`](crate::Error::InUse). If a
-/// suspension fails, hooks receive a [`Birth`](SegmentChange::Birth) for the segments. A panic in a hook is logged, and
-/// the other hooks are still called. Hooks are cheap to clone.
+/// A hook runs without any lock held, on the thread whose call changes the segments, once for all segments of the
+/// change. It may allocate where memory is left, and free; to suspend or resume there returns
+/// [`Error::InUse`](crate::Error::InUse), and [`Allocator::add_peer`](crate::Allocator::add_peer) would wait for the call
+/// that runs the hook. If a release or suspension fails, hooks receive a [`Birth`](SegmentChange::Birth) for the segments
+/// that stay. A panic in a hook is logged, and the other hooks are still called. Hooks are cheap to clone.
 ///
 /// ```
 /// use cualloc::allocator::{SegmentChange, SegmentHook};
@@ -80,32 +86,38 @@ impl fmt::Debug for SegmentHook {
     }
 }
 
-/// State of suspensions outside the heap.
+/// The segment hooks of an allocator.
 #[derive(Debug, Default)]
-pub(crate) struct Suspender {
-    /// Page-locked memory kept for the next suspension.
-    pub(crate) spare: Mutex<Vec<HostAllocation>>,
-    hooks: Mutex<Vec<SegmentHook>>,
+pub(crate) struct SegmentHooks {
+    list: Mutex<Vec<SegmentHook>>,
+    /// Whether the list has entries: calls that obtain memory look at this first.
+    any: AtomicBool,
 }
 
-impl Suspender {
+impl SegmentHooks {
     /// Adds a hook, or replaces the one with its name; returns whether it replaced one.
-    pub(crate) fn add_hook(&self, hook: SegmentHook) -> bool {
-        let replaced = self.take_hook(&hook.name);
-        process::lock(&self.hooks).push(hook);
+    pub(crate) fn add(&self, hook: SegmentHook) -> bool {
+        let replaced = self.take(&hook.name);
+        process::lock(&self.list).push(hook);
+        self.any.store(true, Ordering::Release);
         // A replaced hook is dropped without the lock.
         replaced.is_some()
     }
 
     /// Removes a hook, and returns whether it existed.
-    pub(crate) fn remove_hook(&self, name: &str) -> bool {
-        self.take_hook(name).is_some()
+    pub(crate) fn remove(&self, name: &str) -> bool {
+        self.take(name).is_some()
     }
 
-    fn take_hook(&self, name: &str) -> Option<SegmentHook> {
-        let mut hooks = process::lock(&self.hooks);
+    fn take(&self, name: &str) -> Option<SegmentHook> {
+        let mut hooks = process::lock(&self.list);
         let at = hooks.iter().position(|known| &*known.name == name);
         at.map(|at| hooks.remove(at))
+    }
+
+    /// Whether there may be hooks to call.
+    pub(crate) fn any(&self) -> bool {
+        self.any.load(Ordering::Acquire)
     }
 
     /// Calls all hooks, without the lock.
@@ -113,15 +125,9 @@ impl Suspender {
         if segments.is_empty() {
             return;
         }
-        let hooks = process::lock(&self.hooks).clone();
+        let hooks = process::lock(&self.list).clone();
         for hook in &hooks {
             guarded("a segment hook", || (hook.run)(change, segments));
         }
-    }
-
-    /// Frees the page-locked memory that is kept for the next suspension.
-    pub(crate) fn drop_spare(&self) {
-        let spare = std::mem::take(&mut *process::lock(&self.spare));
-        drop(spare);
     }
 }
