@@ -257,7 +257,7 @@ pub struct BlockInfo {
     pub small: bool,
     /// Whether the block is part of a larger piece: it has a neighbour in its segment.
     pub is_split: bool,
-    /// Id of the graph pool that the block belongs to ([`GraphPool::id`](crate::GraphPool::id)).
+    /// Id of the graph pool that the block belongs to ([`GraphPool::id`](crate::allocator::GraphPool::id)).
     pub pool: Option<u64>,
 }
 

@@ -2,7 +2,7 @@
 
 use super::support::*;
 use cualloc::Tag;
-use cualloc::allocator::{Segment, SegmentHook};
+use cualloc::allocator::{Segment, SegmentChange, SegmentHook};
 use cualloc::error::{Cause, GraphPoolError};
 
 /// A graph that writes a word over its input, through memory of its own, into its output; and the output.
@@ -284,8 +284,10 @@ fn memory_that_a_pool_gave_back_keeps_no_number() {
         let (allocator, [stream]) = rig.scene();
         let heard = Arc::<Mutex<Vec<Segment>>>::default();
         let told = heard.clone();
-        let hook = SegmentHook::new("test", move |_, segments| {
-            told.lock().unwrap().extend_from_slice(segments);
+        let hook = SegmentHook::new("test", move |change, segments| {
+            if change == SegmentChange::Birth {
+                told.lock().unwrap().extend_from_slice(segments);
+            }
         });
         allocator.add_segment_hook(hook);
         let pool = allocator.graph_pool().unwrap();

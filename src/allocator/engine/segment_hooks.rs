@@ -29,7 +29,7 @@ pub struct Segment {
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// The graph pool that it belongs to ([`GraphPool::id`](crate::GraphPool::id)); none outside of graph pools.
+    /// The graph pool that it belongs to ([`GraphPool::id`](crate::allocator::GraphPool::id)); none outside of graph pools.
     pub pool: Option<u64>,
 }
 
