@@ -40,6 +40,8 @@ mod nvtx;
 pub mod pool;
 pub mod record;
 pub mod resource;
+#[cfg(all(feature = "share", target_os = "linux"))]
+pub mod share;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod sync;
@@ -88,6 +90,7 @@ pub mod guide {
         platforms "../docs/platforms.md"
         recording "../docs/recording.md"
         security "../SECURITY.md"
+        sharing "../docs/sharing.md"
         suspend "../docs/suspend.md"
         troubleshooting "../docs/troubleshooting.md"
     }

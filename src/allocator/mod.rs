@@ -52,6 +52,8 @@ pub use api::block::Block;
 pub use api::carver::{Carved, Carver, CarverStats};
 pub use api::graph::{Checkpoint, GraphPool, PoolScope, Restored, Scope};
 pub use api::guard::RangeGuard;
+#[cfg(all(feature = "share", target_os = "linux"))]
+pub(crate) use api::guard::{guard_block, locate_block};
 pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime, Missed};
@@ -69,6 +71,8 @@ pub use graph::Footprint;
 #[doc(hidden)]
 pub use graph::scope::{as_predicate, is_in_predicate};
 pub use graph::source::SegmentSource;
+#[cfg(all(feature = "share", target_os = "linux"))]
+pub(crate) use guard::blocks::Located;
 pub use report::{
     BlockInfo, BlockState, Fragmentation, GrowthInfo, GrowthReason, Packing, PhysicalSegment,
     Regime, Scarcity, SegmentInfo, SelfTest, Trimmed,

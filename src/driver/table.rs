@@ -404,7 +404,7 @@ impl Driver {
     }
 
     /// Returns a number that identifies the driver's library: the address of one of its functions.
-    pub(super) fn library_number(&self) -> usize {
+    pub(crate) fn library_number(&self) -> usize {
         self.0.functions.cuInit.map_or(0, |init| init as usize)
     }
 

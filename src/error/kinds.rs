@@ -11,6 +11,7 @@ use super::finding::Finding;
 use super::graph::GraphPoolError;
 use super::import::ImportFault;
 use super::memory::{Bytes, OutOfMemory};
+use super::share::ShareError;
 
 /// The result of calls that fail with an [`Error`] unless documented otherwise.
 pub type Result<T = (), E = Error> = std::result::Result<T, E>;
@@ -83,6 +84,9 @@ pub enum Error {
     /// Foreign memory that is not suitable for import.
     #[error(transparent)]
     Import(#[from] ImportFault),
+    /// A block that cannot be shared with, or opened from, another process.
+    #[error(transparent)]
+    Share(#[from] ShareError),
     /// No device has this ordinal.
     #[error("there is no device {ordinal}; the driver has {devices}")]
     InvalidDevice { ordinal: usize, devices: usize },
@@ -283,6 +287,7 @@ impl Error {
             Error::Invalid(argument) => argument.kind(),
             Error::Stream(_) => "stream misuse",
             Error::Import(_) => "invalid import",
+            Error::Share(_) => "share",
             Error::InvalidDevice { .. } => "invalid device",
             Error::WrongDevice { .. } => "wrong device",
             Error::WrongContext { .. } => "wrong context",

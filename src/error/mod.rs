@@ -13,6 +13,7 @@ pub(crate) mod kinds;
 pub(crate) mod memory;
 mod rare_log;
 mod report;
+mod share;
 
 pub use argument::{InvalidArgument, StreamMisuse};
 pub use cause::Cause;
@@ -24,3 +25,4 @@ pub(crate) use kinds::{Error, Refused};
 pub(crate) use memory::Shortage;
 pub use memory::{HeldBy, Holder, Hole, OutOfMemory, PinnedSegment, StreamBytes};
 pub(crate) use rare_log::RareLog;
+pub use share::ShareError;

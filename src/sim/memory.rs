@@ -82,7 +82,7 @@ impl State {
                 self.free_handles.push(alloc.handle);
             }
             if !self.shared.is_empty() {
-                self.shared.retain(|_, shared| shared.what != index);
+                self.shared.retain(|_, shared| *shared != index);
             }
             self.allocs[index as usize] = None;
             self.free_allocs.push(index);

@@ -1,4 +1,4 @@
-//! Other objects with handles: kernels, pools, shared memory and host functions.
+//! Other objects with handles: kernels, pools and host functions.
 
 use super::clocks::Clock;
 use super::hooks;
@@ -122,13 +122,4 @@ impl Pool {
     pub(super) fn reserved(&self) -> u64 {
         self.segments.values().sum()
     }
-}
-
-/// The object behind a shared number, and the resource that reserves the number.
-pub(super) struct Shared {
-    /// An allocation, or a pool.
-    pub(super) what: u32,
-    /// The other end of the pipe whose reading end is the descriptor.
-    #[cfg(unix)]
-    pub(super) _end: Option<std::io::PipeWriter>,
 }

@@ -1,11 +1,11 @@
 //! Pointer attributes, and memory shared between processes: handles, descriptors, IPC.
 //!
-//! All users live in one simulator, so what travels between processes on real hardware is a number.
+//! What travels between the users of one simulator is a number, or a file with one. In another process the file stands
+//! for memory of the same size, whose contents are its own.
 
 use super::args::{Host, In, Out};
 use super::call::{R, fail};
-use super::objects::Shared;
-use super::physical::Origin;
+use super::physical::{Origin, Props};
 use super::state::State;
 use crate::driver::sys::*;
 use std::ffi::{c_int, c_uint, c_void};
@@ -13,6 +13,10 @@ use std::ffi::{c_int, c_uint, c_void};
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 /// Shared numbers begin here, far from real file descriptors.
 const TOKEN_BASE: u64 = 1 << 20;
+
+/// What files of simulators begin with.
+#[cfg(unix)]
+const MAGIC: u64 = u64::from_le_bytes(*b"cuallocs");
 
 /// Marks a shared number of a pool; without it, it is an allocation's.
 const POOL: u32 = 1 << 31;
@@ -22,37 +26,45 @@ impl State {
     fn share_token(&mut self, what: u32) -> u64 {
         let token = TOKEN_BASE + self.next_share;
         self.next_share += 1;
-        let shared = Shared {
-            what,
-            #[cfg(unix)]
-            _end: None,
-        };
-        self.shared.insert(token, shared);
+        self.shared.insert(token, what);
         token
     }
 
     fn shared_token(&self, token: u64) -> R<u32> {
-        self.shared
-            .get(&token)
-            .map(|shared| shared.what)
-            .ok_or(INVALID)
+        self.shared.get(&token).copied().ok_or(INVALID)
     }
 
     /// A file descriptor to send to other users: a real one, which may be duplicated and closed.
     #[cfg(unix)]
     fn share_fd(&mut self, what: u32) -> R<c_int> {
-        use std::os::fd::{AsFd, IntoRawFd};
-        let unavailable = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-        let (reader, writer) = std::io::pipe().map_err(|_| unavailable)?;
-        let key = inode(reader.as_fd()).ok_or(unavailable)?;
-        self.shared.insert(
-            key,
-            Shared {
-                what,
-                _end: Some(writer),
-            },
-        );
-        Ok(reader.into_raw_fd())
+        use std::os::fd::IntoRawFd;
+        let alloc = (what & POOL == 0).then(|| self.allocs[what as usize].as_ref());
+        let (bytes, device, id, kinds) = alloc.flatten().map_or((0, 0, 0, 0), |alloc| {
+            let device = alloc.device as u64;
+            (
+                alloc.bytes,
+                device,
+                alloc.block_id,
+                alloc.props.handle_types,
+            )
+        });
+        let words = [
+            MAGIC,
+            self.identity(),
+            what.into(),
+            id,
+            bytes,
+            device,
+            kinds.into(),
+        ];
+        let file = file_of(&words).map_err(|_| CUresult::CUDA_ERROR_OUT_OF_MEMORY)?;
+        Ok(file.into_raw_fd())
+    }
+
+    /// Returns a number that no other simulator of any running process has.
+    #[cfg(unix)]
+    fn identity(&self) -> u64 {
+        u64::from(std::process::id()) << 32 | self.number & u64::from(u32::MAX)
     }
 
     /// A number in place of a file descriptor.
@@ -61,38 +73,85 @@ impl State {
         Ok(self.share_token(what) as c_int)
     }
 
-    /// Returns the shared object behind a file descriptor.
+    /// Returns the shared object behind a file descriptor. Memory of another simulator is represented by new memory.
     #[cfg(unix)]
-    fn shared_fd(&self, fd: usize) -> R<u32> {
+    fn shared_fd(&mut self, fd: usize) -> R<u32> {
         let fd = c_int::try_from(fd)
             .ok()
             .filter(|&fd| fd >= 0)
             .ok_or(INVALID)?;
-        // SAFETY: the caller of an import passes an open descriptor, and it is only looked at.
+        // SAFETY: the caller of an import passes an open descriptor, and it is only read.
         let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-        let key = inode(fd).ok_or(INVALID)?;
-        self.shared
-            .get(&key)
-            .map(|shared| shared.what)
-            .ok_or(INVALID)
+        let words = words_of(fd).ok_or(INVALID)?;
+        let [MAGIC, simulator, what, id, bytes, device, kinds] = words else {
+            return fail(INVALID);
+        };
+        let (what, own) = (what as u32, simulator == self.identity());
+        if own && what & POOL != 0 {
+            return Ok(what);
+        }
+        let alloc = self.allocs.get(what as usize).and_then(Option::as_ref);
+        match own {
+            true if alloc.is_some_and(|alloc| alloc.block_id == id) => Ok(what),
+            false if bytes > 0 && device < self.config.devices.len() as u64 => {
+                let value = self.new_handle();
+                let props = Props {
+                    handle_types: kinds as u32,
+                    ..Props::default()
+                };
+                // It takes memory of the device only where it was created.
+                let alloc = self.create_charged(device as usize, bytes, 0, (value, props))?;
+                if let Some(entry) = &mut self.allocs[alloc as usize] {
+                    // The caller counts the import.
+                    entry.references = 0;
+                }
+                self.handles.insert(value, alloc);
+                Ok(alloc)
+            }
+            _ => fail(INVALID),
+        }
     }
 
     /// Returns the shared object behind a number that replaces a file descriptor.
     #[cfg(not(unix))]
     fn shared_fd(&self, fd: usize) -> R<u32> {
-        self.shared
-            .get(&(fd as u64))
-            .map(|shared| shared.what)
-            .ok_or(INVALID)
+        self.shared.get(&(fd as u64)).copied().ok_or(INVALID)
     }
 }
 
-/// Returns the number that identifies an open file, however often its descriptor was duplicated.
+/// Creates a file without a name that contains these words.
 #[cfg(unix)]
-fn inode(fd: std::os::fd::BorrowedFd<'_>) -> Option<u64> {
-    use std::os::unix::fs::MetadataExt;
+fn file_of(words: &[u64; 7]) -> std::io::Result<std::fs::File> {
+    use std::io::Write;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static FILES: AtomicU64 = AtomicU64::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let name = format!("cualloc-sim-{}-{number}", std::process::id());
+    let path = std::env::temp_dir().join(name);
+    let mut options = std::fs::OpenOptions::new();
+    let mut file = options
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)?;
+    std::fs::remove_file(&path)?;
+    file.write_all(&words.map(u64::to_le_bytes).concat())?;
+    Ok(file)
+}
+
+#[cfg(unix)]
+fn words_of(fd: std::os::fd::BorrowedFd<'_>) -> Option<[u64; 7]> {
+    use std::os::unix::fs::FileExt;
     let file = std::fs::File::from(fd.try_clone_to_owned().ok()?);
-    Some(file.metadata().ok()?.ino() | 1 << 63)
+    let mut bytes = [0; 56];
+    file.read_exact_at(&mut bytes, 0).ok()?;
+    let (words, _) = bytes.as_chunks::<8>();
+    words
+        .iter()
+        .map(|word| u64::from_le_bytes(*word))
+        .collect::<Vec<_>>()
+        .try_into()
+        .ok()
 }
 
 #[allow(non_snake_case)]

@@ -15,7 +15,10 @@ use crate::driver::sys::CUresult;
 use crate::locks::thread_id::ThreadId;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+/// Number of simulators created in this process.
+static SIMULATORS: AtomicU64 = AtomicU64::new(0);
 /// Maximum number of reports kept; later ones are only counted.
 const MAX_REPORTS: usize = 1000;
 
@@ -150,7 +153,10 @@ pub(super) struct State {
     pub(super) history_limit: u64,
     pub(super) host_blocks: BTreeMap<u64, HostBlock>,
     pub(super) next_host_life: u64,
-    pub(super) shared: HashMap<u64, super::objects::Shared>,
+    /// Number of the simulator in this process.
+    pub(super) number: u64,
+    /// Shared memory: an allocation, or a pool, by its number.
+    pub(super) shared: HashMap<u64, u32>,
     pub(super) next_share: u64,
     pub(super) next_block_id: u64,
     pub(super) pools: HashMap<u64, Pool>,
@@ -229,6 +235,7 @@ impl State {
             history_limit: 1 << 14,
             host_blocks: BTreeMap::new(),
             next_host_life: 1,
+            number: SIMULATORS.fetch_add(1, Ordering::Relaxed),
             shared: HashMap::new(),
             next_share: 1,
             next_block_id: 1,

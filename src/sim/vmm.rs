@@ -60,6 +60,14 @@ impl State {
             .map_or(0, |alloc| alloc.references)
     }
 
+    /// Returns the value for a new handle: like a driver, that of the handle destroyed last.
+    pub(super) fn new_handle(&mut self) -> u64 {
+        self.free_handles.pop().unwrap_or_else(|| {
+            self.next_handle += 1;
+            self.next_handle - 1
+        })
+    }
+
     /// The first addresses of the mappings in the range, if they fill it exactly, none partly.
     fn whole_mappings(&self, ptr: u64, size: u64) -> R<Vec<u64>> {
         let end = ptr.checked_add(size).filter(|_| size > 0).ok_or(INVALID)?;
@@ -159,13 +167,11 @@ impl State {
         if size == 0 || !(size as u64).is_multiple_of(granularity) || flags != 0 {
             return fail(INVALID);
         }
-        // Like a driver, reuses the value of the handle destroyed last.
-        let value = self.free_handles.last().copied();
-        let value = value.unwrap_or(self.next_handle);
-        let alloc = self.create(device, size as u64, value, Props::of(&prop))?;
-        if self.free_handles.pop().is_none() {
-            self.next_handle += 1;
+        if size as u64 > self.free_bytes(device) {
+            return fail(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         }
+        let value = self.new_handle();
+        let alloc = self.create(device, size as u64, value, Props::of(&prop))?;
         self.handles.insert(value, alloc);
         handle.set(value)
     }

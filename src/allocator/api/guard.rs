@@ -8,7 +8,10 @@ use crate::driver::sys;
 
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::{Engine, Shared};
+use crate::allocator::graph::lease::Lease;
+use crate::allocator::graph::run::pools;
 use crate::allocator::guard::Guarding;
+use crate::allocator::guard::blocks::Located;
 use crate::allocator::report::PhysicalSegment;
 use crate::allocator::stream::slot::AfterFree;
 use crate::error::Error;
@@ -20,6 +23,9 @@ use crate::error::Error;
 /// memory. The block itself may be freed: the free takes effect when the last guard is dropped. A guard keeps its
 /// allocator open. Dropping it touches no memory and does not wait.
 ///
+/// A block of a graph pool that is freed while it is guarded can be reused by captures of the pool, whose order is the
+/// program's concern ([`GraphPool`](crate::allocator::GraphPool)), but by no other request.
+///
 /// `Send` and `Sync`.
 pub struct RangeGuard {
     engine: Shared,
@@ -27,6 +33,8 @@ pub struct RangeGuard {
     address: sys::CUdeviceptr,
     bytes: u64,
     segments: Vec<PhysicalSegment>,
+    /// Keeps a block of a graph pool.
+    lease: Option<Lease>,
 }
 
 impl RangeGuard {
@@ -58,7 +66,7 @@ impl fmt::Debug for RangeGuard {
 
 impl Drop for RangeGuard {
     fn drop(&mut self) {
-        unguard(&self.engine, self.block);
+        unguard(&self.engine, self.block, self.lease.take());
     }
 }
 
@@ -75,7 +83,7 @@ impl Allocator {
         bytes: u64,
     ) -> Result<Vec<PhysicalSegment>, Error> {
         let mut heap = self.engine().open()?;
-        Ok(blocks::locate(&mut heap, ptr, bytes)?.1)
+        Ok(blocks::locate(&mut heap, ptr, Some(bytes))?.segments)
     }
 
     /// Like [`segments_of`](Self::segments_of), but the segments stay unchanged while the guard lives.
@@ -84,21 +92,56 @@ impl Allocator {
     /// As [`segments_of`](Self::segments_of).
     pub fn guard(&self, ptr: sys::CUdeviceptr, bytes: u64) -> Result<RangeGuard, Error> {
         let mut heap = self.engine().open()?;
-        let (block, segments) = blocks::locate(&mut heap, ptr, bytes)?;
-        if !blocks::guard(&mut heap, block) {
-            return Err(Error::NotLive { ptr });
-        }
-        Ok(RangeGuard {
-            engine: Arc::clone(self.shared()),
-            block,
-            address: ptr,
-            bytes,
-            segments,
-        })
+        let found = blocks::locate(&mut heap, ptr, Some(bytes))?;
+        let lease = blocks::guard(&mut heap, &found)?;
+        Ok(range_guard(self.shared(), found, lease, (ptr, bytes)))
     }
 }
 
-fn unguard(engine: &Engine, block: Guarding) {
+/// Returns the live block around an address, with all its physical segments.
+#[cfg(all(feature = "share", target_os = "linux"))]
+pub(crate) fn locate_block(engine: &Engine, ptr: sys::CUdeviceptr) -> Result<Located, Error> {
+    blocks::locate(&mut *engine.open()?, ptr, None)
+}
+
+/// Guards the whole live block with this number and generation that begins at an address.
+#[cfg(all(feature = "share", target_os = "linux"))]
+pub(crate) fn guard_block(
+    engine: &Shared,
+    ptr: sys::CUdeviceptr,
+    life: (u32, u32),
+) -> Result<RangeGuard, Error> {
+    let mut heap = engine.open()?;
+    let found = blocks::locate(&mut heap, ptr, None)?;
+    if (found.base, found.life) != (ptr, life) {
+        return Err(Error::NotLive { ptr });
+    }
+    let lease = blocks::guard(&mut heap, &found)?;
+    let bytes = found.end - found.base;
+    Ok(range_guard(engine, found, lease, (ptr, bytes)))
+}
+
+fn range_guard(
+    engine: &Shared,
+    found: Located,
+    lease: Option<Lease>,
+    (address, bytes): (sys::CUdeviceptr, u64),
+) -> RangeGuard {
+    RangeGuard {
+        engine: Arc::clone(engine),
+        block: found.block,
+        address,
+        bytes,
+        segments: found.segments,
+        lease,
+    }
+}
+
+fn unguard(engine: &Engine, block: Guarding, lease: Option<Lease>) {
+    let pooled = lease.is_some();
+    if let Some(lease) = lease {
+        lease.end();
+    }
     // In a forked child the lock may be held by a thread that does not exist there.
     if engine.usable().is_err() {
         return;
@@ -107,5 +150,8 @@ fn unguard(engine: &Engine, block: Guarding) {
     blocks::unguard(&mut heap, block);
     let rest = engine.rest_of_free(&heap, AfterFree::default());
     drop(heap);
+    if pooled {
+        pools::release_unused(engine);
+    }
     engine.finish_free(rest);
 }

@@ -149,6 +149,7 @@ pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
     {
         let mut heap = engine.open()?;
         heap.guards.ensure_none()?;
+        heap.guards.ensure_none_in(|_| true)?;
         let leases = heap.graphs.count_leases();
         if leases > 0 {
             return Err(Error::InUse {

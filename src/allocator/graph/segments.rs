@@ -3,6 +3,7 @@
 use crate::allocator::graph::arena::{Arena, Handle, Part, Tag};
 use crate::allocator::graph::source::Source;
 use crate::allocator::graph::{Graphs, Pool};
+use crate::allocator::report::PhysicalSegment;
 use crate::allocator::size::GRANULE;
 
 impl Graphs {
@@ -84,6 +85,44 @@ impl Graphs {
                 self.ended_sources.extend(pool.source);
             }
         }
+    }
+}
+
+impl Graphs {
+    /// Returns the physical segments of a range of the live block at an address. Segments of a source have no handle.
+    pub(crate) fn segments(
+        &self,
+        pool: u64,
+        block: u64,
+        range: (u64, u64),
+    ) -> Vec<PhysicalSegment> {
+        let arena = self.pools.get(&pool).map(|pool| &pool.arena);
+        let live = arena.and_then(|arena| Some((arena, arena.live.get(&block)?)));
+        let Some((arena, live)) = live else {
+            return Vec::new();
+        };
+        let (mut segments, mut at) = (Vec::new(), block);
+        for part in &live.parts {
+            let first = arena.handles.range(..=part.home).next_back();
+            let first = first.map_or(part.home, |(base, _)| *base);
+            for (base, held) in arena.handles.range(first..part.end()) {
+                // Where the part of the handle lies in the block.
+                let start = at + (part.home.max(*base) - part.home);
+                let end = at + (part.end().min(base + held.bytes) - part.home);
+                let (from, to) = (start.max(range.0), end.min(range.1));
+                if from < to {
+                    segments.push(PhysicalSegment {
+                        address: from,
+                        bytes: to - from,
+                        handle: (held.handle != 0).then_some(held.handle),
+                        offset: part.home + (from - at) - base,
+                        handle_bytes: held.bytes,
+                    });
+                }
+            }
+            at += part.end() - part.home;
+        }
+        segments
     }
 }
 

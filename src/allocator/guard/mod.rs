@@ -20,6 +20,8 @@ pub(crate) enum Guarding {
     Record(u32),
     /// Address of a block from a stream cache.
     Small(u64),
+    /// Number of the graph pool of a block, which a lease of the pool keeps.
+    Pooled(u64),
 }
 
 /// A block that was freed while it was guarded.
@@ -35,6 +37,8 @@ pub(crate) enum Freed {
 pub(crate) struct Guards {
     blocks: HashMap<u32, Guarded>,
     small: HashMap<u64, GuardedSmall>,
+    /// Numbers of guards by graph pool.
+    pools: HashMap<u64, u64>,
     /// Bytes of freed blocks.
     pub bytes: u64,
 }
@@ -68,6 +72,7 @@ impl Guards {
                 records[id].guarded = true;
             }
             Guarding::Small(ptr) => self.small.entry(ptr).or_default().guards += 1,
+            Guarding::Pooled(pool) => *self.pools.entry(pool).or_default() += 1,
         }
     }
 
@@ -94,6 +99,14 @@ impl Guards {
                 let held = self.small.remove(&ptr)?.freed?;
                 self.bytes -= held.bytes;
                 Some(Freed::Small(held))
+            }
+            Guarding::Pooled(pool) => {
+                let guards = self.pools.get_mut(&pool)?;
+                *guards -= 1;
+                if *guards == 0 {
+                    self.pools.remove(&pool);
+                }
+                None
             }
         }
     }
@@ -139,17 +152,22 @@ impl Guards {
         freed.map(|(id, _)| *id)
     }
 
-    /// Fails while there is any guard.
+    /// Fails while there is any guard on blocks outside graph pools.
     pub(crate) fn ensure_none(&self) -> Result<(), Error> {
         let small: u64 = self.small.values().map(|guarded| guarded.guards).sum();
+        let large = self.blocks.values().map(|guarded| guarded.guards);
+        self.ensure(small + large.sum::<u64>())
+    }
+
+    /// Fails while there is any guard on blocks of these graph pools.
+    pub(crate) fn ensure_none_in(&self, wanted: impl Fn(u64) -> bool) -> Result<(), Error> {
+        let pools = self.pools.iter().filter(|(pool, _)| wanted(**pool));
+        self.ensure(pools.map(|(_, guards)| guards).sum())
+    }
+
+    fn ensure(&self, guards: u64) -> Result<(), Error> {
         let bytes = self.bytes;
-        match small
-            + self
-                .blocks
-                .values()
-                .map(|guarded| guarded.guards)
-                .sum::<u64>()
-        {
+        match guards {
             0 => Ok(()),
             guards => Err(Error::Guarded { guards, bytes }),
         }

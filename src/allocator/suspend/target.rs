@@ -30,7 +30,10 @@ fn busy_error(count: u64, bytes: u64) -> Error {
 pub(crate) fn close(heap: &mut Heap, target: Target) -> Result<(), Error> {
     match target {
         Target::Arenas => close_arenas(heap),
-        Target::Pool(id) => close_pool(&mut heap.graphs, id),
+        Target::Pool(id) => {
+            heap.guards.ensure_none_in(|pool| pool == id)?;
+            close_pool(&mut heap.graphs, id)
+        }
     }
 }
 

@@ -1,0 +1,169 @@
+//! Exporters and importers in processes of their own, which end as they please.
+
+use super::*;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+
+const ROLE: &str = "CUALLOC_TEST_ROLE";
+const BLOCKS: usize = 1000;
+
+/// A child that plays a role, and a line for each of its answers.
+struct Other {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Other {
+    fn new(role: &str) -> Other {
+        let mut command = itself("processes::child_entry");
+        command
+            .env(ROLE, role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        Other {
+            input: child.stdin.take().unwrap(),
+            output: BufReader::new(child.stdout.take().unwrap()),
+            child,
+        }
+    }
+
+    fn tell(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+        self.input.flush().unwrap();
+    }
+
+    /// The next answer: the rest of a line with a mark, which the test harness does not print.
+    fn answer(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            let read = self.output.read_line(&mut line).unwrap();
+            assert!(read > 0, "the child has ended");
+            if let Some((_, answer)) = line.trim_end().split_once("answer: ") {
+                return answer.to_owned();
+            }
+        }
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn answer(text: impl std::fmt::Display) {
+    println!("answer: {text}");
+}
+
+#[test]
+fn child_entry() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let rig = Rig::new(Policy::Packed, SimConfig::with_devices(1, 8 << 30));
+    let lines = std::io::stdin().lines().map(|line| line.unwrap());
+    if role == "exporter" {
+        let (allocator, stream) = (rig.allocator(), rig.stream());
+        let block = allocator.allocate(5 * MIB, &stream).unwrap();
+        answer(token(&allocator, block.ptr()));
+        // Lives until it is killed, or its parent has ended.
+        return lines.for_each(drop);
+    }
+    let mut imports = Vec::new();
+    for line in lines {
+        match line.strip_prefix("drop ") {
+            Some(count) => {
+                imports.truncate(imports.len() - count.parse::<usize>().unwrap());
+                answer("dropped");
+            }
+            None => match Import::open(&rig.context, &line.parse().unwrap()) {
+                Ok(import) => {
+                    answer(import.bytes());
+                    imports.push(import);
+                }
+                Err(error) => answer(error),
+            },
+        }
+    }
+}
+
+/// The open descriptors of this process.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// An importer ends guards by its word, and all of them with its end. Nothing is left of it here.
+#[test]
+fn guards_end_with_the_process_of_their_importer() {
+    alone(|| {
+        packed(|rig| {
+            let (allocator, stream) = (rig.allocator(), rig.stream());
+            let blocks: Vec<Block> = (0..BLOCKS)
+                .map(|at| {
+                    allocator
+                        .allocate(512 + 1024 * (at % 200), &stream)
+                        .unwrap()
+                })
+                .collect();
+            // Starts the server.
+            let _first = token(&allocator, blocks[0].ptr());
+            let before = descriptors();
+            for ends_by_itself in [false, true] {
+                let mut other = Other::new("importer");
+                for block in &blocks[..BLOCKS / 2] {
+                    other.tell(&token(&allocator, block.ptr()).to_string());
+                    assert_eq!(other.answer(), block.size().to_string());
+                }
+                other.tell("drop 100");
+                assert_eq!(other.answer(), "dropped");
+                assert_matches!(allocator.close(), Err(Error::Guarded { .. }));
+                let guards = || match allocator.close() {
+                    Err(Error::Guarded { guards, .. }) => guards,
+                    _ => 0,
+                };
+                wait_until("100 guards have ended", || guards() == 400);
+                if !ends_by_itself {
+                    // Half of the next message may be on its way.
+                    other.tell(&token(&allocator, blocks[0].ptr()).to_string());
+                    other.kill();
+                }
+                drop(other);
+                wait_until("all guards have ended", || guards() == 0);
+                assert_eq!(descriptors(), before);
+                allocator.check().unwrap();
+            }
+            drop(blocks);
+            close(&allocator);
+        });
+    });
+}
+
+/// Memory outlives the process that shares it; its tokens do not.
+#[test]
+fn imports_outlive_their_exporter() {
+    alone(|| {
+        packed(|rig| {
+            let mut other = Other::new("exporter");
+            let token: Token = other.answer().parse().unwrap();
+            let import = Import::open(&rig.context, &token).unwrap();
+            let before = descriptors();
+            let stream = rig.stream();
+            rig.stamp(import.ptr(), 5 * MIB, 3, &stream);
+            other.kill();
+            for _ in 0..2 {
+                let opened = Import::open(&rig.context, &token);
+                assert_matches!(opened, Err(Error::Share(ShareError::Ended { pid })) if pid == token.process());
+            }
+            assert_eq!(rig.mismatches(import.ptr(), 5 * MIB, 3, &stream), 0);
+            drop(import);
+            assert!(descriptors() < before, "the connection is closed");
+        });
+    });
+}
