@@ -20,7 +20,7 @@
  * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
  * together with a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 8
+#define CUALLOC_ABI_VERSION 9
 
 /**
  * Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
@@ -81,7 +81,7 @@
 
 /**
  * The handle does not belong to a live allocator (or live options, or a live graph pool): it was destroyed or never
- * existed.
+ * existed. Or the process that shares a block has ended.
  */
 #define CUALLOC_CLOSED 6
 
@@ -123,7 +123,7 @@
 #define CUALLOC_SUSPENDED 13
 
 /**
- * A file could not be created or written; the text says why.
+ * A file could not be created or written, or another process not be reached; the text says why.
  */
 #define CUALLOC_IO 14
 
@@ -137,6 +137,16 @@
  * suspension.
  */
 #define CUALLOC_SEGMENT_BIRTH 1
+
+/**
+ * The size of a buffer for any token, in bytes.
+ */
+#define CUALLOC_TOKEN_BYTES 256
+
+/**
+ * For cualloc_share: fail if the export exposes bytes outside the block.
+ */
+#define CUALLOC_SHARE_REFUSE_FOREIGN 1
 
 /**
  * Memory is plentiful: the allocator saves driver calls.
@@ -238,6 +248,11 @@
  * The blocks of a graph pool at some time. A handle, like cualloc_t.
  */
 typedef struct cualloc_checkpoint_t cualloc_checkpoint_t;
+
+/**
+ * A block of another process. A handle, like cualloc_t.
+ */
+typedef struct cualloc_import_t cualloc_import_t;
 
 /**
  * Options for a new allocator. A handle, like cualloc_t.
@@ -1382,6 +1397,68 @@ int32_t cualloc_remove_segment_hook(struct cualloc_t *allocator,
  * May be called from any thread at any time.
  */
 uint64_t cualloc_pool_number(struct cualloc_pool_t *pool);
+
+/**
+ * Shares the live block around an address: writes a token, a zero-terminated ASCII text without spaces of less than
+ * CUALLOC_TOKEN_BYTES, by which other processes of the same user on this machine open the block
+ * (cualloc_share_open). A token holds nothing; it is valid as long as the block is live, and equal blocks have equal
+ * tokens. *offset is the offset of the address in the block, and *foreign_bytes the number of bytes outside the block
+ * that an importer can access, because physical handles are shared as a whole; either pointer may be null. flags is 0
+ * or CUALLOC_SHARE_REFUSE_FOREIGN.
+ *
+ * Work that fills the block must be complete before an importer uses it. The first call starts a thread that serves
+ * importers.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null allocator or token, a size below CUALLOC_TOKEN_BYTES, unknown flags, and
+ * foreign bytes that are refused; CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE; CUALLOC_UNSUPPORTED for memory whose handles
+ * cannot be exported, and except on Linux; CUALLOC_SUSPENDED, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER;
+ * CUALLOC_IO if the system refuses the thread or its sockets.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `token` is null or writable for `size` bytes; `offset` and `foreign_bytes` are null or writable.
+ */
+int32_t cualloc_share(struct cualloc_t *allocator,
+                      uint64_t address,
+                      uint32_t flags,
+                      char *token,
+                      size_t size,
+                      uint64_t *offset,
+                      uint64_t *foreign_bytes);
+
+/**
+ * Opens a token of cualloc_share, usually in another process: maps the block into the context of an allocator, which
+ * takes no other part. *address is the first byte of the block in this process, and *bytes its size. The memory stays
+ * valid until cualloc_share_close, also if the exporter frees it or ends. Blocks in the same handles share a mapping.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null argument and for a text that is no token; CUALLOC_NOT_LIVE for a block
+ * that was freed; CUALLOC_CLOSED if its process has ended; CUALLOC_IO if that process cannot be reached;
+ * CUALLOC_UNSUPPORTED if the device cannot access the memory, if that process refuses, and except on Linux;
+ * CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. *out is then null.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `token` is null or zero-terminated; `out`, `address` and `bytes` are null or writable.
+ */
+int32_t cualloc_share_open(struct cualloc_t *allocator,
+                           const char *token,
+                           struct cualloc_import_t **out,
+                           uint64_t *address,
+                           uint64_t *bytes);
+
+/**
+ * Ends an import. Waits on the host for all work of the context that the memory is mapped for, so the exporter may
+ * reuse the memory then. While a stream of the context is captured, a later call ends the import instead. The address
+ * is invalid afterwards.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED for an import that was closed before;
+ * CUALLOC_CONTEXT_LOST in a forked child; CUALLOC_UNSUPPORTED except on Linux.
+ *
+ * May be called from any thread.
+ */
+int32_t cualloc_share_close(struct cualloc_import_t *import);
 
 /**
  * Sets the options that shared allocators (cualloc_shared) are created with; null means the defaults. The options are

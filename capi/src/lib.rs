@@ -22,6 +22,7 @@ mod pools;
 mod record;
 mod results;
 mod segment_hooks;
+mod share;
 mod shared;
 mod sources;
 mod stats;
@@ -41,6 +42,8 @@ mod tests;
 mod checkpoint_tests;
 #[cfg(all(test, feature = "sim"))]
 mod pool_tests;
+#[cfg(all(test, feature = "sim", target_os = "linux"))]
+mod share_tests;
 #[cfg(all(test, target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
@@ -56,6 +59,7 @@ pub use pools::*;
 pub use record::*;
 pub use results::*;
 pub use segment_hooks::*;
+pub use share::*;
 pub use shared::*;
 pub use sources::*;
 pub use stats::{cualloc_counter_t, cualloc_pool_stats_t, cualloc_stats_t};
@@ -66,7 +70,7 @@ pub use visit::*;
 
 /// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
 /// together with a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 8;
+pub const CUALLOC_ABI_VERSION: u32 = 9;
 
 /// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());
@@ -79,6 +83,9 @@ pub struct cualloc_pool_t(());
 
 /// The blocks of a graph pool at some time. A handle, like cualloc_t.
 pub struct cualloc_checkpoint_t(());
+
+/// A block of another process. A handle, like cualloc_t.
+pub struct cualloc_import_t(());
 
 /// Returns the version of this library's interface: CUALLOC_ABI_VERSION of the header it was built with. A program
 /// compiled with a larger number may use functions that are missing here.

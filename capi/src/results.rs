@@ -4,7 +4,7 @@ use std::fmt;
 
 use cualloc::Error;
 use cualloc::driver::{DriverError, LoadError};
-use cualloc::error::{ConfigError, GraphPoolError, OutOfMemory};
+use cualloc::error::{ConfigError, GraphPoolError, OutOfMemory, ShareError};
 
 use crate::torch_text;
 
@@ -23,7 +23,7 @@ pub const CUALLOC_NOT_LIVE: i32 = 4;
 /// graph pool matches. Nothing was done.
 pub const CUALLOC_CAPTURING: i32 = 5;
 /// The handle does not belong to a live allocator (or live options, or a live graph pool): it was destroyed or never
-/// existed.
+/// existed. Or the process that shares a block has ended.
 pub const CUALLOC_CLOSED: i32 = 6;
 /// There is no usable CUDA driver.
 pub const CUALLOC_NO_DRIVER: i32 = 7;
@@ -41,7 +41,7 @@ pub const CUALLOC_PANIC: i32 = 11;
 pub const CUALLOC_BUSY: i32 = 12;
 /// The memory is suspended, or, for a resume, is not. Nothing was done.
 pub const CUALLOC_SUSPENDED: i32 = 13;
-/// A file could not be created or written; the text says why.
+/// A file could not be created or written, or another process not be reached; the text says why.
 pub const CUALLOC_IO: i32 = 14;
 
 /// Why a call failed. Owns no text, so that a rejected call allocates no host memory.
@@ -120,6 +120,13 @@ fn code_of(error: &Error) -> i32 {
         Error::InUse { .. } | Error::Guarded { .. } | Error::StillHeld { .. } => CUALLOC_BUSY,
         Error::Suspended | Error::NotSuspended => CUALLOC_SUSPENDED,
         Error::Inconsistent { .. } => CUALLOC_PANIC,
+        Error::Share(error) => match error {
+            ShareError::Freed => CUALLOC_NOT_LIVE,
+            ShareError::Ended { .. } => CUALLOC_CLOSED,
+            ShareError::Unreachable { .. } | ShareError::System { .. } => CUALLOC_IO,
+            ShareError::Token { .. } | ShareError::ForeignBytes { .. } => CUALLOC_INVALID_ARGUMENT,
+            _ => CUALLOC_UNSUPPORTED,
+        },
         Error::Misused(_) => CUALLOC_INVALID_ARGUMENT,
         Error::Invalid(_)
         | Error::InvalidConfig(_)

@@ -23,6 +23,7 @@ pub struct Request {
     bytes: usize,
     alignment: usize,
     pub(crate) single_handle: bool,
+    pub(crate) whole_handle: bool,
     pub(crate) views: bool,
     pub(crate) cached_only: bool,
     pub(crate) tag: Tag,
@@ -52,6 +53,7 @@ impl Request {
             bytes,
             alignment: 1,
             single_handle: false,
+            whole_handle: false,
             views: true,
             cached_only: false,
             tag: Tag::NONE,
@@ -83,6 +85,14 @@ impl Request {
     pub const fn single_handle(mut self) -> Self {
         self.single_handle = true;
         self
+    }
+
+    /// Places the block alone in one physical handle, so that an export of the block exposes nothing else
+    /// ([`share`](crate::guide::sharing)). The size is rounded up to a multiple of 2 MiB. Otherwise like
+    /// [`single_handle`](Self::single_handle).
+    pub const fn whole_handle(mut self) -> Self {
+        self.whole_handle = true;
+        self.single_handle()
     }
 
     /// Serves the request only from cached memory that the stream may use without a wait: the allocator obtains no

@@ -128,6 +128,37 @@ fn an_export_reports_and_refuses_foreign_bytes() {
     });
 }
 
+/// A block that asks for a whole handle exposes nothing, in new memory and in memory that is reused.
+#[test]
+fn blocks_in_whole_handles_expose_nothing() {
+    packed(|rig| {
+        for config in [Config::new(), "debug=guard".parse().unwrap()] {
+            let (allocator, stream) = (rig.allocator_with(config), rig.stream());
+            let _small = allocator.allocate(5 * MIB, &stream).unwrap();
+            for _ in 0..2 {
+                let blocks = [100, MIB, 2 * MIB, 5 * MIB, 70 * MIB].map(|bytes| {
+                    let request = Request::new(bytes).whole_handle();
+                    allocator.allocate_with(request, &stream).unwrap()
+                });
+                let filler = allocator.allocate(MIB, &stream).unwrap();
+                for block in blocks {
+                    let export = Export::new(block, Foreign::Refuse).unwrap();
+                    assert_eq!(export.foreign_bytes(), 0);
+                    assert_eq!(export.token().bytes() % (2 * MIB as u64), 0);
+                }
+                drop(filler);
+                // The second round uses the handles of the first.
+                assert!(allocator.stats().all.reserved.current <= 100 * MIB as u64);
+            }
+            // The largest handle is free, but larger than this block.
+            let block = allocator.allocate_with(Request::new(20 * MIB).whole_handle(), &stream);
+            drop(Export::new(block.unwrap(), Foreign::Refuse).unwrap());
+            drop(_small);
+            close(&allocator);
+        }
+    });
+}
+
 #[test]
 fn only_live_blocks_of_this_allocator_are_shared() {
     each(|rig| {

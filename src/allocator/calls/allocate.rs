@@ -579,6 +579,7 @@ fn a_page(stream: u32, request: Small) -> Want {
         align: 1,
         requested: u64::from(request.requested),
         single: false,
+        whole: false,
         views: true,
     }
 }

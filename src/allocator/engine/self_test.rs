@@ -155,6 +155,7 @@ fn test(engine: &Engine, with_kernels: bool) -> Result<Option<bool>, Error> {
         align: 1,
         requested: PHYSICAL_GRANULE,
         single: true,
+        whole: false,
         views: true,
     };
     reserve(engine)?;

@@ -18,6 +18,8 @@ pub(crate) struct Want {
     pub requested: u64,
     /// Whether the block must lie inside one physical handle.
     pub single: bool,
+    /// Whether it must take that handle as a whole.
+    pub whole: bool,
     /// Whether the block may lie in a view.
     pub views: bool,
 }

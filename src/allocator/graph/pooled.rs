@@ -67,6 +67,7 @@ pub(crate) fn plan(heap: &mut Heap, request: &PoolRequest) -> Result<Plan, PlanF
         align: request.fit.align,
         requested: request.requested,
         single: false,
+        whole: false,
         views: request.fit.views,
     };
     let (held, physical) = (heap.graphs.held, &heap.physical);

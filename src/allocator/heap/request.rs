@@ -5,7 +5,9 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::graph::arena::Fit;
 use crate::allocator::request::Request;
-use crate::allocator::size::{GRANULE, MAX_ALIGNMENT, PACKED_SMALL_LIMIT, PAGE, round_size};
+use crate::allocator::size::{
+    GRANULE, MAX_ALIGNMENT, PACKED_SMALL_LIMIT, PAGE, PHYSICAL_GRANULE, round_size,
+};
 use crate::error::{Error, InvalidArgument};
 
 /// Granules of the largest small block.
@@ -22,6 +24,8 @@ pub(crate) struct Checked {
     align: u32,
     /// Whether the block must lie inside one physical handle.
     pub single: bool,
+    /// Whether it must take that handle as a whole.
+    pub whole: bool,
     /// Whether the block may lie in a view.
     pub views: bool,
 }
@@ -47,6 +51,7 @@ impl Checked {
             granules: granules(rounded),
             align: granules((alignment as u64).max(GRANULE)),
             single: false,
+            whole: false,
             views: true,
         })
     }
@@ -55,7 +60,9 @@ impl Checked {
     pub(crate) fn of(request: &Request) -> Result<Self, Error> {
         let mut checked = Checked::new(request.bytes(), request.alignment())?;
         checked.single = request.single_handle;
+        checked.whole = request.whole_handle;
         checked.views = request.views;
+        checked.fill_handle();
         Ok(checked)
     }
 
@@ -66,7 +73,18 @@ impl Checked {
         let rounded = usize::try_from(bytes + LEAST).ok().and_then(round_size);
         let rounded = rounded.ok_or(Error::Invalid(InvalidArgument::Size { bytes }))?;
         let granules = u32::try_from(rounded / GRANULE).unwrap_or(u32::MAX);
-        Ok(Checked { granules, ..*self })
+        let mut guarded = Checked { granules, ..*self };
+        guarded.fill_handle();
+        Ok(guarded)
+    }
+
+    /// Rounds a request for a whole handle up to the size of one.
+    fn fill_handle(&mut self) {
+        if self.whole {
+            let granule = (PHYSICAL_GRANULE / GRANULE) as u32;
+            let granules = self.granules.checked_next_multiple_of(granule);
+            self.granules = granules.unwrap_or(u32::MAX);
+        }
     }
 
     /// Whether the block may lie anywhere.
@@ -112,6 +130,7 @@ impl Checked {
             align: self.align,
             requested: self.requested,
             single: self.single,
+            whole: self.whole,
             views: self.views,
         }
     }

@@ -452,6 +452,7 @@ mod tests {
             align: 1,
             requested: bytes,
             single: false,
+            whole: false,
             views: true,
         }
     }

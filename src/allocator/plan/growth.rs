@@ -248,6 +248,9 @@ pub(crate) fn find_in_handle(heap: &Heap, want: &Want, pending: bool) -> Option<
         let (from, to) = source.open;
         let skip = want.skip(from);
         let needed = u64::from(skip + want.granules) * GRANULE;
+        if want.whole && !(source.whole() && source.bytes == want.handle_bytes()) {
+            continue;
+        }
         if to - from >= needed && best.is_none_or(|b| (to - from, from) < b) {
             best = Some((to - from, from));
         }

@@ -423,6 +423,7 @@ mod tests {
                     align: [1, UNIT / 2][random(2) as usize],
                     requested: u64::from(granules) * GRANULE,
                     single: false,
+                    whole: false,
                     views: true,
                 };
                 let tightest = view.tightest(1 << 40, &borders, &want);
