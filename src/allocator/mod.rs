@@ -12,6 +12,7 @@
 //!   releases, hooks of the program. It ends with an error that names the cause.
 //! - A *view* maps scattered free handles a second time, contiguously, so that fragmented memory serves large requests.
 //! - Captures allocate from *graph pools*, whose addresses stay for as long as the graphs can be launched.
+//! - *Ranges* keep their addresses while memory is committed in them and decommitted, in stream order.
 //! - *Suspension* returns physical memory to the driver and later restores it at the same addresses.
 //! - All metadata is behind one lock (`heap`), except for the caches. Driver calls, hooks and log lines run without it
 //!   (`engine`): a call claims what it works on, and restores it if the driver fails.
@@ -35,6 +36,7 @@ pub(crate) mod heap;
 pub(crate) mod inspect;
 pub(crate) mod physical;
 pub(crate) mod plan;
+pub(crate) mod range;
 pub(crate) mod reclaim;
 pub(crate) mod recording;
 mod report;
@@ -54,6 +56,7 @@ pub use api::graph::{Checkpoint, GraphPool, PoolScope, Restored, Scope};
 pub use api::guard::RangeGuard;
 #[cfg(all(feature = "share", target_os = "linux"))]
 pub(crate) use api::guard::{guard_block, locate_block};
+pub use api::range::{Range, RangeOptions, RangeStats};
 pub use api::suspend::Select;
 pub(crate) use cache::deferred::User;
 pub(crate) use cache::grant::{Grant, Lifetime, Missed};

@@ -210,6 +210,12 @@ pub struct Stats {
     /// Bytes that graph pools hold from the driver, including released pools that still hold memory. These bytes count
     /// towards the limit, but in no other statistic here.
     pub graph_pools: u64,
+    /// Bytes that growable ranges hold from the driver, including those that are decommitted. They count towards the
+    /// limit, but in no other statistic here.
+    pub ranges: u64,
+    /// The part of [`ranges`](Self::ranges) that is decommitted, and serves other requests as soon as its uses are
+    /// complete.
+    pub ranges_leaving: u64,
     /// State of the packed policy.
     pub packing: Packing,
 }

@@ -68,15 +68,18 @@ impl Cause {
 }
 
 impl OutOfMemory {
-    /// Returns the bytes in live blocks, including those of graph pools.
+    /// Returns the bytes in live blocks, including those of graph pools, and in committed memory of ranges.
     pub fn live(&self) -> u64 {
-        self.allocated.saturating_add(self.in_graph_pools)
+        let ranges = self.ranges.saturating_sub(self.ranges_leaving);
+        let blocks = self.allocated.saturating_add(self.in_graph_pools);
+        blocks.saturating_add(ranges)
     }
 
     /// Returns the bytes that the allocator reserves from the driver.
     pub(crate) fn held(&self) -> u64 {
         let present = self.reserved.saturating_sub(self.suspended);
-        present.saturating_add(self.graph_pools)
+        let outside = self.graph_pools.saturating_add(self.ranges);
+        present.saturating_add(outside)
     }
 
     /// Returns the bytes of the device that are neither free nor held by this allocator: those of other processes, of

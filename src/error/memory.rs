@@ -151,7 +151,12 @@ pub struct OutOfMemory {
     pub graph_pools: u64,
     /// In live blocks of graph pools; part of `graph_pools`.
     pub in_graph_pools: u64,
-    /// The groups of live blocks that hold the most memory, largest first; at most five.
+    /// Held by growable ranges; not part of `reserved`, but counted against the limit.
+    pub ranges: u64,
+    /// Decommitted and not yet unmapped; part of `ranges`.
+    pub ranges_leaving: u64,
+    /// The groups of live blocks, and of committed memory of ranges, that hold the most memory, largest first; at most
+    /// five.
     pub holders: Vec<Holder>,
     /// Free memory pending on streams, most first.
     pub pending: Vec<StreamBytes>,

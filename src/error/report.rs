@@ -268,6 +268,11 @@ impl OutOfMemory {
             let pools = format!("{held} of what is held, {live} of it live");
             line("graph pools", pools);
         }
+        if self.ranges > 0 {
+            let (held, leaving) = (Bytes(self.ranges), Bytes(self.ranges_leaving));
+            let ranges = format!("{held} of what is held, {leaving} of it decommitted");
+            line("ranges", ranges);
+        }
         if let (Some(free), Some(total)) = (self.driver_free, self.driver_total) {
             let others = Bytes(self.others().unwrap_or(0));
             let (free, total) = (Bytes(free), Bytes(total));
@@ -386,6 +391,8 @@ impl OutOfMemory {
             ("suspended", self.suspended.to_string()),
             ("graph_pools", self.graph_pools.to_string()),
             ("in_graph_pools", self.in_graph_pools.to_string()),
+            ("ranges", self.ranges.to_string()),
+            ("ranges_leaving", self.ranges_leaving.to_string()),
             ("driver_free", optional(self.driver_free)),
             ("driver_total", optional(self.driver_total)),
             ("headroom", self.headroom.to_string()),

@@ -5,6 +5,7 @@ pub(crate) mod carver;
 pub(crate) mod checks;
 pub(crate) mod graph;
 pub(crate) mod guard;
+pub(crate) mod range;
 pub(crate) mod raw;
 pub(crate) mod suspend;
 

@@ -2,7 +2,9 @@
 
 use crate::allocator::api::Allocator;
 use crate::allocator::api::graph::GraphPool;
+use crate::allocator::api::range::Range;
 use crate::allocator::engine::segment_hooks::SegmentHook;
+use crate::allocator::suspend::Target;
 use crate::allocator::suspend::contents::Keep;
 use crate::allocator::suspend::run;
 use crate::allocator::suspend::run::{Resumed, Selected, Suspended};
@@ -13,11 +15,14 @@ use crate::error::{Error, GraphPoolError};
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Select<'a> {
-    /// All memory, graph pools included.
+    /// All memory, including graph pools and ranges.
     Allocator,
     /// The memory of one graph pool.
     Pool(&'a GraphPool),
-    /// The memory of all graph pools with a tag ([`Allocator::graph_pool_for`]).
+    /// The memory of one growable range.
+    Range(&'a Range),
+    /// The memory of all graph pools and ranges with a tag ([`Allocator::graph_pool_for`],
+    /// [`RangeOptions::tag`](crate::allocator::RangeOptions::tag)).
     Tag(Tag),
 }
 
@@ -29,7 +34,11 @@ impl Select<'_> {
             Select::Pool(pool) if pool.allocator().id() != allocator.id() => {
                 return Err(GraphPoolError::ForeignPool.into());
             }
-            Select::Pool(pool) => Selected::Pool(pool.id()),
+            Select::Pool(pool) => Selected::One(Target::Pool(pool.id())),
+            Select::Range(range) if range.allocator().id() != allocator.id() => {
+                return Err(GraphPoolError::ForeignPool.into());
+            }
+            Select::Range(range) => Selected::One(Target::Range(range.id())),
             Select::Tag(tag) => Selected::Tag(tag),
         })
     }
@@ -46,8 +55,11 @@ impl Allocator {
         let mut guard = self.engine().open()?;
         let heap = &mut *guard;
         let pools = &heap.graphs.pools;
-        heap.suspended.tags.retain(|id, _| pools.contains_key(id));
-        heap.suspended.tags.insert(pool.id(), tag.into());
+        let known =
+            |target: &Target| !matches!(target, Target::Pool(id) if !pools.contains_key(id));
+        heap.suspended.tags.retain(|target, _| known(target));
+        let target = Target::Pool(pool.id());
+        heap.suspended.tags.insert(target, tag.into());
         drop(guard);
         Ok(pool)
     }

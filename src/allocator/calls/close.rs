@@ -36,7 +36,13 @@ pub(crate) fn trim(engine: &Engine, keep: u64) -> Result<Trimmed, Error> {
     let (finished, retried) = idle::find(engine)?;
     let mut heap = engine.lock();
     let (_, allocated) = heap.live_totals();
+    let leaving = heap.ranges.leaving;
     let all = &heap.stats.all;
+    // Memory that has left a range returns first.
+    let excess = all.reserved.current + leaving;
+    let excess = excess
+        .saturating_sub(keep.saturating_add(allocated))
+        .min(leaving);
     let idle = if keep.saturating_add(allocated) < all.reserved.current {
         heap.views.idle_views(&heap.streams, usize::MAX)
     } else {
@@ -44,8 +50,11 @@ pub(crate) fn trim(engine: &Engine, keep: u64) -> Result<Trimmed, Error> {
     };
     drop(heap);
     let evicted = release::evict(engine, &idle);
+    let left = release::release_settled(engine, None, excess, |_, _, _, _| true);
     let mut heap = engine.lock();
+    let leaving = heap.ranges.leaving.min(excess);
     let (plan, pending) = plan::release::plan_trim(&mut heap, keep);
+    let pending = pending + leaving;
     let streams = match pending {
         0 => Vec::new(),
         _ => pending_bytes(&heap),
@@ -57,7 +66,7 @@ pub(crate) fn trim(engine: &Engine, keep: u64) -> Result<Trimmed, Error> {
     let released = release::release(engine, plan)?;
     evicted?;
     Ok(Trimmed {
-        released: finished + released + retried? + dissolved?,
+        released: finished + released + left? + retried? + dissolved?,
         pending,
         streams,
     })
@@ -158,6 +167,10 @@ pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
                 bytes: heap.graphs.held,
             });
         }
+        if let Some((count, bytes)) = heap.ranges.count_live() {
+            let what = "range";
+            return Err(Error::InUse { what, count, bytes });
+        }
         // An allocation in progress counts as a block.
         let suspending = u64::from(heap.suspended.working);
         let calls: u64 = heap
@@ -222,6 +235,7 @@ fn release_everything(engine: &Engine) -> Result<(), Error> {
     }
     discard::discard_all(engine)?;
     self_test::finish(engine, true)?;
+    release::release_all_settled(engine)?;
     pools::close(engine)?;
     let idle = {
         let heap = engine.lock();
@@ -286,7 +300,7 @@ fn return_spans(engine: &Engine) -> Result<(), Error> {
         let mut heap = engine.lock();
         // If a concurrent trim fails to free a segment, the segment returns to the heap.
         let held = heap.held();
-        if held > 0 || !heap.views.map.is_empty() {
+        if held > 0 || !heap.views.map.is_empty() || !heap.ranges.map.is_empty() {
             return Err(Error::StillHeld { bytes: held });
         }
         for space in [SpaceId::Large, SpaceId::Small, SpaceId::Views] {

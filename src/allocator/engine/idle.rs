@@ -91,12 +91,20 @@ pub(crate) fn release_idle(engine: &Engine, decay: &Decay) -> Result<u64, Error>
         std::mem::replace(&mut heap.recent_peak, now).max(now)
     });
     let idle = idle.min(spare.saturating_sub(keep));
-    if idle == 0 {
-        return Ok(0);
-    }
-    let unused = heap.views.idle_since(&heap.streams, views);
+    let ranges = heap.ranges.leaving > 0;
+    let unused = match idle {
+        0 => Vec::new(),
+        _ => heap.views.idle_since(&heap.streams, views),
+    };
     drop(heap);
+    let left = match ranges {
+        true => release::release_aged(engine)?,
+        false => 0,
+    };
+    if idle == 0 {
+        return Ok(left);
+    }
     release::evict(engine, &unused)?;
     let plan = plan::release::plan_decay(&mut engine.lock(), idle);
-    release::release(engine, plan)
+    Ok(left + release::release(engine, plan)?)
 }

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use crate::allocator::engine::{Engine, ensure_can_access};
 use crate::allocator::graph::Pool;
 use crate::allocator::heap::Heap;
+use crate::allocator::range::State;
 use crate::allocator::size::GRANULE;
 use crate::driver::sys;
 use crate::error::Error;
@@ -71,6 +72,13 @@ fn mappings(heap: &Heap) -> Vec<(u64, u64)> {
             found.extend(present(&mapping.home).then_some((at, bytes)));
             at += bytes;
         }
+    }
+    for range in heap.ranges.map.values().filter(|range| !range.away) {
+        let mapped = range
+            .granules()
+            .filter(|(_, granule)| granule.state != State::Stuck);
+        let cells = mapped.flat_map(|(_, granule)| &granule.cells);
+        found.extend(cells.map(|cell| (cell.address, range.layout.granule)));
     }
     let own = |pool: &&Pool| !pool.away && pool.source.is_none();
     for pool in heap.graphs.pools.values().filter(own) {

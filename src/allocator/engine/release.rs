@@ -7,7 +7,9 @@ use crate::allocator::engine::segment_hooks::SegmentChange;
 use crate::allocator::engine::{Engine, segments};
 use crate::allocator::physical::Release;
 use crate::allocator::physical::commit::{free, give_back};
+use crate::allocator::range::{Granule, Layout, Taken};
 use crate::allocator::size::GRANULE;
+use crate::allocator::suspend::Target;
 use crate::allocator::view::commit as view;
 use crate::error::Error;
 
@@ -137,5 +139,95 @@ pub(crate) fn evict(engine: &Engine, bases: &[u64]) -> Result<(), Error> {
     match first {
         Some(error) => Err(engine.error(error)),
         None => Ok(()),
+    }
+}
+
+// ---- memory that has left a range --------------------------------------------------------------
+
+/// Unmaps settled granules, and releases their handles to the driver: those that are wanted, up to a number of bytes.
+/// Returns the bytes, and the first error after trying everything. `own` is a range that the caller has claimed.
+pub(crate) fn release_settled(
+    engine: &Engine,
+    own: Option<u64>,
+    most: u64,
+    wanted: impl Fn(u64, &Layout, u64, &Granule) -> bool,
+) -> Result<u64, Error> {
+    let mut taken = {
+        let heap = &mut *engine.lock();
+        if heap.ranges.held == 0 {
+            Vec::new()
+        } else {
+            (heap.ranges).take_settled(&heap.streams, own, most, wanted)
+        }
+    };
+    if taken.is_empty() {
+        sweep(engine);
+        return Ok(0);
+    }
+    let mapped = taken.iter().flat_map(Taken::places);
+    segments::report(engine, SegmentChange::Death, None, mapped);
+    let (mut first, mut released, mut gone) = (Ok(()), 0, Vec::new());
+    match engine.context.enter() {
+        Ok(entered) => {
+            for taken in &mut taken {
+                let size = taken.size;
+                let again = taken.doubtful;
+                taken.granule.cells.retain(|cell| {
+                    let (unmapped, freed) = give_back(
+                        &entered,
+                        (
+                            &Release::of_cell(cell.address, size, cell.handle),
+                            cell.handle,
+                        ),
+                        again,
+                    );
+                    let left = unmapped.is_ok();
+                    taken.doubtful |= !left;
+                    released += size * u64::from(left && freed.is_ok());
+                    gone.extend(left.then_some((cell.address, size)));
+                    first = first.and(unmapped).and(freed);
+                    !left
+                });
+            }
+        }
+        Err(error) => first = Err(error),
+    }
+    let stay = taken.iter().flat_map(Taken::places);
+    segments::report(engine, SegmentChange::Birth, None, stay);
+    {
+        let heap = &mut *engine.lock();
+        heap.physical.full_at = None;
+        gone.into_iter()
+            .for_each(|place| release::forget_mapping(heap, place));
+        heap.ranges.put_back(own, taken);
+    }
+    sweep(engine);
+    first.map(|()| released).map_err(|e| engine.error(e))
+}
+
+/// Releases all settled granules to the driver.
+pub(crate) fn release_all_settled(engine: &Engine) -> Result<u64, Error> {
+    release_settled(engine, None, u64::MAX, |_, _, _, _| true)
+}
+
+/// Releases the granules that left their ranges before the last call of this function.
+pub(crate) fn release_aged(engine: &Engine) -> Result<u64, Error> {
+    let released = release_settled(engine, None, u64::MAX, |_, _, _, granule| granule.seen)?;
+    engine.lock().ranges.mark_seen();
+    Ok(released)
+}
+
+/// Removes ranges that have ended and hold no memory, and returns their addresses.
+pub(crate) fn sweep(engine: &Engine) {
+    let ended = {
+        let heap = &mut *engine.lock();
+        let ended = heap.ranges.take_ended();
+        for (id, _) in &ended {
+            heap.suspended.tags.remove(&Target::Range(*id));
+        }
+        ended
+    };
+    for (_, layout) in ended {
+        engine.addresses.give_back(layout.base, layout.span());
     }
 }

@@ -2,13 +2,11 @@
 
 use crate::driver::{Context, DriverError, Entered, sys};
 
-use crate::allocator::extent::record::{NIL, SpaceId};
 use crate::allocator::graph::arena::Arena;
 use crate::allocator::graph::lease::{self, Lease, Leases};
 use crate::allocator::graph::plan::Plan;
 use crate::allocator::physical::commit::{self, PhysicalConfig};
 use crate::allocator::physical::{Fresh, GrowthFailure, Release};
-use crate::allocator::report::GrowthReason;
 
 /// A failed plan, and what could not be undone.
 pub(crate) struct FailedPlan {
@@ -56,15 +54,7 @@ fn not_made(failure: GrowthFailure) -> FailedPlan {
 
 /// Describes new handles of a pool, by their home and their sizes.
 fn fresh_at((addr, sizes): &(u64, Vec<u64>)) -> Fresh {
-    Fresh {
-        space: SpaceId::Large,
-        id: NIL,
-        shards: Vec::new(),
-        addr: *addr,
-        sizes: sizes.clone(),
-        stretches: vec![(*addr, sizes.iter().sum())],
-        reason: GrowthReason::Short,
-    }
+    Fresh::at(*addr, sizes.clone())
 }
 
 /// Maps the view of a plan. The error includes the mappings that could not be undone.

@@ -23,6 +23,7 @@ use crate::allocator::graph::Graphs;
 use crate::allocator::guard::Guards;
 use crate::allocator::physical::policy::Rules;
 use crate::allocator::physical::{Bounds, MemoryUsers, Physical};
+use crate::allocator::range::Ranges;
 use crate::allocator::recording::Recorder;
 use crate::allocator::report::Regime;
 use crate::allocator::size::GRANULE;
@@ -74,6 +75,8 @@ pub(crate) struct Heap {
     pub peak_active: u64,
     /// Blocks that could not be freed when they were dropped; the next call that may frees them.
     pub deferred: Vec<Deferred>,
+    /// Growable ranges. Their memory counts only towards the limit, as that of graph pools.
+    pub ranges: Ranges,
 }
 
 /// Outcome of [`Heap::free_plain`].
@@ -105,6 +108,7 @@ impl Heap {
             streams: Streams::default(),
             caches: StreamCaches::new(owner, table),
             graphs: Graphs::default(),
+            ranges: Ranges::default(),
             guards: Guards::default(),
             suspended: Suspensions::default(),
             stats: Stats::default(),
@@ -128,9 +132,9 @@ impl Heap {
         self.stats.all.reserved.current + self.physical.planned
     }
 
-    /// Returns the bytes that are present, including those of graph pools.
+    /// Returns the bytes that are present, including those of graph pools and ranges.
     pub(crate) fn present(&self) -> u64 {
-        self.held() + self.graphs.held
+        self.held() + self.graphs.held + self.ranges.held
     }
 
     /// Returns the bytes that count towards the limit: those present, and those that a resume in progress will take.

@@ -53,6 +53,7 @@ pub(crate) fn check(heap: &Heap) -> Result<(), Error> {
     check_space(heap, &heap.extents.views, &mut sums)?;
     check_views(heap, &mut sums)?;
     heap.graphs.check()?;
+    heap.ranges.check()?;
     let pooled = check_pooled(heap, &mut sums)?;
     same("records in use", sums.records, heap.extents.records.len())?;
     same(
@@ -358,7 +359,9 @@ fn check_streams(heap: &Heap, sums: &Sums) -> Result<(), Error> {
     for (stream, slot) in heap.streams.iter() {
         same(
             "live blocks of a stream",
-            sums.on_stream.get(&stream).copied().unwrap_or(0) + heap.caches.small_uses(stream),
+            sums.on_stream.get(&stream).copied().unwrap_or(0)
+                + heap.caches.small_uses(stream)
+                + heap.ranges.uses_of(stream),
             slot.live,
         )?;
         holds(

@@ -39,7 +39,7 @@ pub(crate) fn fragmentation(heap: &Heap) -> Fragmentation {
     }
 }
 
-/// Free bytes pending on each stream, and the part of them that no marker covers, by slot.
+/// Free and decommitted bytes pending on each stream, and the part of them that no marker covers, by slot.
 fn waiting(heap: &Heap) -> BTreeMap<u32, (u64, u64)> {
     let mut by_slot: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
     for entry in heap.extents.spaces().flat_map(|space| space.pieces()) {
@@ -57,6 +57,11 @@ fn waiting(heap: &Heap) -> BTreeMap<u32, (u64, u64)> {
                 0
             };
         }
+    }
+    for (u, bytes) in heap.ranges.pending(&heap.streams) {
+        let sum = by_slot.entry(u.stream).or_default();
+        sum.0 += bytes;
+        sum.1 += bytes * u64::from(heap.streams.marker(u).is_none());
     }
     by_slot
 }
@@ -103,6 +108,8 @@ pub(crate) fn statistics(heap: &Heap) -> Stats {
     stats.limit = heap.physical.limit;
     stats.headroom = heap.physical.headroom;
     stats.graph_pools = heap.graphs.held;
+    stats.ranges = heap.ranges.held;
+    stats.ranges_leaving = heap.ranges.leaving;
     heap.caches.add_to(&mut stats, heap.mixed_peak);
     stats.packing = packing(heap);
     stats

@@ -6,6 +6,8 @@ use std::collections::HashMap;
 use crate::allocator::extent::origin::Names;
 use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::heap::Heap;
+use crate::allocator::range::State;
+use crate::allocator::suspend::Target;
 use crate::block::Tag;
 use crate::error::{HeldBy, Holder};
 use crate::event::names;
@@ -68,6 +70,7 @@ pub(crate) fn holders(heap: &Heap) -> Vec<Holder> {
     add_small(heap, &mut sums);
     add_large(heap, &mut sums);
     add_pooled(heap, &mut sums);
+    add_ranges(heap, &mut sums);
     let groups = sums.0.into_iter();
     let mut holders: Vec<Holder> = groups
         .map(|(group, sum)| Holder::new(group.name(), sum))
@@ -115,11 +118,22 @@ fn add_pooled(heap: &Heap, sums: &mut Sums) {
     for (id, pool) in heap.graphs.pools.iter().filter(|(_, pool)| !pool.away) {
         for live in pool.arena.live.values() {
             let stream = || live.users.first().map_or(0, |user| user.key.number());
-            let group = match heap.suspended.tags.get(id) {
+            let group = match heap.suspended.tags.get(&Target::Pool(*id)) {
                 Some(tag) => Group::Tag(*tag),
                 None => Group::of(live.names, live.bytes(), stream),
             };
             sums.add(group, live.bytes());
+        }
+    }
+}
+
+/// Adds the committed memory of ranges: a range without a tag counts as one with the tag `range`.
+fn add_ranges(heap: &Heap, sums: &mut Sums) {
+    for (id, range) in heap.ranges.map.iter().filter(|(_, range)| !range.away) {
+        let tag = heap.suspended.tags.get(&Target::Range(*id));
+        let bytes = range.bytes(State::Committed);
+        if bytes > 0 {
+            sums.add(Group::Tag(tag.copied().unwrap_or(Tag::new("range"))), bytes);
         }
     }
 }

@@ -65,6 +65,22 @@ pub(crate) fn short_of(heap: &mut Heap, bytes: u64) -> OutOfMemory {
     }
 }
 
+/// [`out_of_memory`] for a range that lacks these bytes.
+pub(crate) fn out_of_memory_in_range(heap: &mut Heap, bytes: u64) -> OutOfMemory {
+    heap.stats.misses += 1;
+    heap.stats.ooms += 1;
+    let shortage = Shortage {
+        growth: bytes,
+        needed: bytes,
+        waiting: whole_bytes(heap, false, |_| true) + heap.ranges.leaving,
+        kept: kept(heap, None),
+        counted: heap.counted(),
+        coming: heap.suspended.coming,
+        ..Shortage::default()
+    };
+    picture(heap, bytes, shortage)
+}
+
 /// Returns the graph pools whose memory is not suspended, by id.
 fn present_arenas(heap: &Heap) -> impl Iterator<Item = (u64, &Arena)> {
     let pools = heap.graphs.pools.iter().filter(|(_, pool)| !pool.away);
@@ -156,7 +172,7 @@ fn shortage(heap: &Heap, want: &Want) -> Shortage {
     let ready = pieces.filter(|piece| is_ready(piece.id));
     let needed = growth.saturating_sub(idle).min(at_home);
     // Pending memory may be released for the whole request, or for what the ready memory at home lacks.
-    let waiting = whole_bytes(heap, false, |_| true).saturating_sub(idle);
+    let waiting = whole_bytes(heap, false, |_| true).saturating_sub(idle) + heap.ranges.leaving;
     let for_all = waiting.saturating_sub(growth.saturating_sub(idle) - needed);
     let for_rest = whole_bytes(heap, false, |id| {
         release::is_complete(heap, id) || !is_ready(id)
@@ -191,6 +207,8 @@ fn picture(heap: &mut Heap, requested: u64, shortage: Shortage) -> OutOfMemory {
         guarded: heap.guards.bytes,
         suspended: absent(heap),
         graph_pools: heap.graphs.held,
+        ranges: heap.ranges.held,
+        ranges_leaving: heap.ranges.leaving,
         in_graph_pools: present_arenas(heap)
             .map(|(_, arena)| arena.live.bytes())
             .sum(),

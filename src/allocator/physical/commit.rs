@@ -61,7 +61,8 @@ pub(crate) fn remap(
     (unmapped, made)
 }
 
-fn map_with(
+/// Maps contiguous handles that a closure makes; undoes everything, and releases the handles, if a call fails.
+pub(crate) fn map_with(
     maker: &PhysicalConfig<'_>,
     fresh: &Fresh,
     mut make: impl FnMut(&Entered<'_>, u64) -> Result<u64, DriverError>,

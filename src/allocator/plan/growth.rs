@@ -268,8 +268,11 @@ pub(crate) fn find_in_handle(heap: &Heap, want: &Want, pending: bool) -> Option<
 /// Returns the lowest hole that fits a handle for the request inside one reservation, and the offset of the handle
 /// in granules.
 pub(crate) fn hole_for_handle(heap: &Heap, want: &Want) -> Option<(u32, u32)> {
-    let bytes = want.handle_bytes();
-    let holes = heap.extents.space(want.space)?.holes();
+    hole_for(heap, want.space, want.handle_bytes())
+}
+
+fn hole_for(heap: &Heap, space: SpaceId, bytes: u64) -> Option<(u32, u32)> {
+    let holes = heap.extents.space(space)?.holes();
     holes.iter().find_map(|(addr, id)| {
         let stretches = heap
             .physical
@@ -285,14 +288,23 @@ pub(crate) fn plan_handle(
     want: &Want,
     (hole, skip): (u32, u32),
 ) -> Option<Growth> {
-    let bytes = want.handle_bytes();
-    let addr = heap.extents.records[hole].addr + u64::from(skip) * GRANULE;
-    let claimed = heap.claim(want.space, hole, skip, (bytes / GRANULE) as u32)?;
     Some(Growth {
-        fresh: new_memory(heap, want, claimed, addr, vec![bytes]),
+        fresh: claim_hole(heap, want, (hole, skip), want.handle_bytes())?,
         waits: Vec::new(),
         skip: 0,
     })
+}
+
+/// Claims a home for an existing handle: the lowest hole that it fits.
+pub(crate) fn claim_handle(heap: &mut Heap, want: &Want, bytes: u64) -> Option<Fresh> {
+    let hole = hole_for(heap, want.space, bytes)?;
+    claim_hole(heap, want, hole, bytes)
+}
+
+fn claim_hole(heap: &mut Heap, want: &Want, (hole, skip): (u32, u32), bytes: u64) -> Option<Fresh> {
+    let addr = heap.extents.records[hole].addr + u64::from(skip) * GRANULE;
+    let claimed = heap.claim(want.space, hole, skip, (bytes / GRANULE) as u32)?;
+    Some(new_memory(heap, want, claimed, addr, vec![bytes]))
 }
 
 // ---- outcomes -----------------------------------------------------------------------------

@@ -202,6 +202,13 @@ pub(crate) fn remove(heap: &mut Heap, release: &Release) {
     }
 }
 
+/// Records that a handle was unmapped that lay outside the arenas.
+pub(crate) fn forget_mapping(heap: &mut Heap, place: (u64, u64)) {
+    heap.suspended.forget_segment(place.0);
+    let memory = (SpaceId::Large, true);
+    heap.recorder.record_memory(Kind::Unmap, place, memory);
+}
+
 /// Adds memory that could not be unmapped after a failed growth to the heap. Its homes are holes.
 pub(crate) fn set_apart(heap: &mut Heap, space: SpaceId, failure: GrowthFailure) {
     for (addr, bytes, handle) in failure.mapped {

@@ -12,18 +12,18 @@ use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::take::Part;
+use crate::allocator::physical::Release;
 use crate::allocator::physical::policy::Rules;
-use crate::allocator::physical::{Fresh, Release};
 use crate::allocator::plan::alias::ready_in_view;
-use crate::allocator::plan::growth::{Bound, Growth};
+use crate::allocator::plan::growth::Bound;
 use crate::allocator::plan::stitch::STITCH_MIN;
 use crate::allocator::plan::{alias, growth, release, stitch};
+use crate::allocator::reclaim::step::Step;
 use crate::allocator::report::Regime;
 use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
-use crate::allocator::stream::finder::Run;
-use crate::allocator::stream::slot::{Slot, StreamKey};
-use crate::allocator::view::mapping::{Openings, Stitch, ViewRun};
-use crate::driver::{DriverError, Event};
+use crate::allocator::stream::slot::Slot;
+use crate::allocator::view::mapping::Openings;
+use crate::driver::DriverError;
 
 /// Progress of a reclaim since memory last became complete or was released to the driver. Such an event resets the
 /// cursor to the first stage, because each stage may then succeed where it failed before.
@@ -59,6 +59,8 @@ pub(crate) struct Reclaim<'a> {
     pub no_stitch: bool,
     /// Whether memory was created for a stitch.
     pub supplied: bool,
+    /// Whether no memory that has left a range can serve the request until more work is complete.
+    pub settled: bool,
     /// Whether memory left behind by earlier failures was retried.
     pub retried: bool,
     /// Whether a marker on the requesting stream was tried since the last hook ran.
@@ -82,62 +84,6 @@ pub(crate) struct Reclaim<'a> {
     pub failure: Option<DriverError>,
 }
 
-pub(crate) enum Step {
-    Take(Run),
-    /// Takes a part of free memory, behind waits if it needs any.
-    Claim(Part),
-    View(ViewRun),
-    Stitch(Box<Stitch>),
-    Evict(Vec<u64>),
-    /// Unmaps idle views to free their addresses.
-    FreeAddresses(Vec<u64>),
-    /// Reserves a number of bytes of address space.
-    Reserve(SpaceId, u64),
-    Grow(Growth),
-    Segment(Fresh),
-    /// Creates the memory that a stitch lacks, as free memory.
-    Supply(Fresh),
-    Flush,
-    /// Completes some more pieces.
-    Complete,
-    /// Frees the free blocks in the large-block caches.
-    EmptyCaches,
-    /// Retries releases that failed earlier.
-    Retry,
-    /// Polls all streams with markers, including those polled recently.
-    Poll,
-    Release(Vec<Release>),
-    /// Records a marker on the requesting stream, which has this key.
-    Mark(StreamKey),
-    /// Queries the free memory of the device.
-    QueryDevice,
-    /// Waits on the host for the marker of a stream up to a bound.
-    HostWait(u32, u64, Arc<Event>),
-    /// Calls a hook to free a number of bytes.
-    Hook(ReliefHook, u64),
-    Synchronise,
-    Fail,
-}
-
-impl Step {
-    /// Whether reaching this step counts the request as a miss.
-    pub(crate) fn is_miss(&self) -> bool {
-        use Step::{Fail, Grow, Hook, HostWait, Release, Segment, Stitch, Supply, Synchronise};
-        matches!(
-            self,
-            Stitch(_)
-                | Grow(_)
-                | Segment(_)
-                | Supply(_)
-                | Release(_)
-                | HostWait(..)
-                | Hook(..)
-                | Synchronise
-                | Fail
-        )
-    }
-}
-
 /// Idle views are unmapped before the address space for views exceeds this multiple of the device's memory.
 pub(crate) const VIEW_ADDRESSES: u64 = 8;
 
@@ -150,6 +96,7 @@ impl<'a> Reclaim<'a> {
             stage: Stage::Fit,
             no_stitch: false,
             supplied: false,
+            settled: false,
             retried: false,
             marked: false,
             polled: false,
@@ -199,6 +146,7 @@ impl<'a> Reclaim<'a> {
     pub(crate) fn restart(&mut self) {
         self.stage = Stage::Fit;
         self.no_stitch = false;
+        self.settled = false;
         self.device_queried = false;
     }
 
@@ -233,7 +181,10 @@ impl<'a> Reclaim<'a> {
             }
         }
         if want.in_one_handle() {
-            return self.choose_handle(heap, want);
+            return match self.settle(heap, want) {
+                Some(step) => step,
+                None => self.choose_handle(heap, want),
+            };
         }
         if self.no_addresses.is_none() && growth::lacks_addresses(heap, want) {
             return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
@@ -243,6 +194,9 @@ impl<'a> Reclaim<'a> {
             && let Some(run) = ready_in_view(heap, want, &mut open)
         {
             return Step::View(run);
+        }
+        if let Some(step) = self.settle(heap, want) {
+            return step;
         }
         if let Some(step) = self.query_device(heap) {
             return step;
@@ -299,6 +253,16 @@ impl<'a> Reclaim<'a> {
             heap.note_active(want);
             self.active = Some((before, heap.peak_active));
         }
+    }
+
+    /// Takes memory that has left a range, instead of growth or to make room for it.
+    fn settle(&self, heap: &Heap, want: &Want) -> Option<Step> {
+        if heap.ranges.leaving == 0 || self.settled {
+            return None;
+        }
+        let missing = growth::missing(heap, want)?;
+        let serves = want.space == SpaceId::Large && !want.in_one_handle();
+        (serves || missing > heap.room()).then_some(Step::Settle(missing))
     }
 
     /// Polls all streams, once per reclaim, before growth or a wait.

@@ -2,4 +2,5 @@
 
 pub(crate) mod choice;
 pub(crate) mod run;
+pub(crate) mod step;
 pub(crate) mod stitch;

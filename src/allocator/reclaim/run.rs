@@ -16,6 +16,7 @@ use crate::allocator::graph::run::pools;
 use crate::allocator::inspect::shortage::out_of_memory;
 use crate::allocator::plan::growth::Growth;
 use crate::allocator::plan::{self, alias, growth};
+use crate::allocator::range::settle;
 use crate::allocator::reclaim::stitch;
 use crate::driver::DriverError;
 use crate::sync::capture::is_void_wait;
@@ -30,7 +31,8 @@ use crate::allocator::graph::run::pools::SOON;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::commit;
 use crate::allocator::physical::{Fresh, GrowthFailure};
-use crate::allocator::reclaim::choice::{Reclaim, Step};
+use crate::allocator::reclaim::choice::Reclaim;
+use crate::allocator::reclaim::step::Step;
 use crate::allocator::report::Regime;
 use crate::allocator::view::mapping::ViewRun;
 use crate::error::Error;
@@ -345,6 +347,18 @@ pub(crate) fn execute(
         },
         Step::Release(plan) => {
             release::release(engine, plan)?;
+        }
+        Step::Settle(bytes) => {
+            let serves = want.space == SpaceId::Large && !want.in_one_handle();
+            let done = match serves {
+                true => settle::move_to_arena(engine, want, bytes),
+                false => release::release_settled(engine, None, bytes, |_, _, _, _| true),
+            };
+            reclaim.settled = match done {
+                Err(lost @ Error::ContextLost(_)) => return Err(lost),
+                // Memory that could not be unmapped stays set apart.
+                done => done.unwrap_or(0) == 0,
+            };
         }
         Step::Mark(key) => engine.mark_unless_idle(want.stream, key)?,
         Step::HostWait(stream, bound, event) => engine.host_wait(stream, bound, event)?,

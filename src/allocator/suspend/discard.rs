@@ -7,8 +7,8 @@ use crate::error::Error;
 use crate::sync::order::wait_for_context;
 use std::collections::BTreeMap;
 
-/// Discards the suspended memory of pools that can no longer be used.
-pub(crate) fn discard_pools(engine: &Engine) -> Result<(), Error> {
+/// Discards the suspended memory of pools and ranges that can no longer be used.
+pub(crate) fn discard_unused(engine: &Engine) -> Result<(), Error> {
     let away = {
         let mut heap = engine.lock();
         if heap.suspended.working || heap.suspended.map.is_empty() {
@@ -16,8 +16,11 @@ pub(crate) fn discard_pools(engine: &Engine) -> Result<(), Error> {
         }
         let away = {
             let heap = &mut *heap;
-            heap.suspended
-                .take_unused(|pool| heap.graphs.is_unused(pool))
+            heap.suspended.take_unused(|target| match target {
+                Target::Pool(id) => heap.graphs.is_unused(id),
+                Target::Range(id) => heap.ranges.is_unused(id),
+                Target::Arenas => false,
+            })
         };
         heap.suspended.working = !away.is_empty();
         away

@@ -24,6 +24,8 @@ pub(crate) enum Target {
     Arenas,
     /// A graph pool.
     Pool(u64),
+    /// A growable range.
+    Range(u64),
 }
 
 impl Target {
@@ -31,7 +33,7 @@ impl Target {
     pub(crate) fn pool(self) -> Option<u64> {
         match self {
             Target::Pool(id) => Some(id),
-            Target::Arenas => None,
+            Target::Arenas | Target::Range(_) => None,
         }
     }
 }
@@ -124,21 +126,21 @@ pub(crate) struct Suspensions {
     pub under_way: Vec<(u64, u64)>,
     /// Bytes that a resume in progress will take from the driver.
     pub coming: u64,
-    /// The tags of pools.
-    pub tags: BTreeMap<u64, Tag>,
+    /// The tags of pools and ranges.
+    pub tags: BTreeMap<Target, Tag>,
     /// Numbers of segments by their homes, as far as they were reported.
     ids: BTreeMap<u64, u64>,
     count: u64,
 }
 
 impl Suspensions {
-    /// Removes the suspensions of pools that cannot be used any more.
+    /// Removes the suspensions of memory that cannot be used any more.
     pub(crate) fn take_unused(
         &mut self,
-        is_unused: impl Fn(u64) -> bool,
+        is_unused: impl Fn(Target) -> bool,
     ) -> BTreeMap<Target, Suspension> {
         let all = std::mem::take(&mut self.map).into_iter();
-        let (unused, used) = all.partition(|(target, _)| target.pool().is_some_and(&is_unused));
+        let (unused, used) = all.partition(|(target, _)| is_unused(*target));
         self.map = used;
         unused
     }
@@ -157,9 +159,9 @@ impl Suspensions {
         self.ids.remove(&home);
     }
 
-    /// Returns the tag of a target, if it is a pool that has one.
+    /// Returns the tag of a target, if it has one.
     pub(crate) fn tag_of(&self, target: Target) -> Option<Tag> {
-        self.tags.get(&target.pool()?).copied()
+        self.tags.get(&target).copied()
     }
 
     /// Whether a handle at this home is suspended, and not being resumed.

@@ -50,7 +50,7 @@ pub struct Resumed {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Selected {
     Allocator,
-    Pool(u64),
+    One(Target),
     Tag(Tag),
 }
 
@@ -59,12 +59,17 @@ impl Selected {
     fn targets(self, heap: &Heap, suspended: bool) -> Result<Vec<Target>, Error> {
         let is_away = |target: &Target| heap.suspended.map.contains_key(target);
         let pools = heap.graphs.pools.keys().map(|id| Target::Pool(*id));
+        let pools = pools.chain(heap.ranges.live_ids().map(Target::Range));
         let of_tag = |tag: Tag| {
             let tags = heap.suspended.tags.iter();
             let tagged = tags.filter(move |(_, known)| **known == tag);
-            tagged.map(|(id, _)| Target::Pool(*id)).filter(
-                |target| matches!(target, Target::Pool(id) if heap.graphs.pools.contains_key(id)),
-            )
+            tagged
+                .map(|(target, _)| *target)
+                .filter(|target| match target {
+                    Target::Pool(id) => heap.graphs.pools.contains_key(id),
+                    Target::Range(id) => !heap.ranges.is_unused(*id),
+                    Target::Arenas => false,
+                })
         };
         let all: Vec<Target> = match self {
             Selected::Allocator => {
@@ -74,7 +79,7 @@ impl Selected {
                 all.dedup();
                 all
             }
-            Selected::Pool(id) => vec![Target::Pool(id)],
+            Selected::One(target) => vec![target],
             Selected::Tag(tag) => of_tag(tag).collect(),
         };
         if let (Selected::Tag(tag), true) = (self, all.is_empty()) {
@@ -182,10 +187,16 @@ impl Drop for Work<'_> {
         for target in std::mem::take(&mut self.targets) {
             match suspensions.next() {
                 Some(suspension) if suspension.away => {
-                    if let Target::Pool(id) = target
-                        && let Some(pool) = heap.graphs.pools.get_mut(&id)
-                    {
-                        pool.away = true;
+                    match target {
+                        Target::Pool(id) => {
+                            let pool = heap.graphs.pools.get_mut(&id);
+                            pool.into_iter().for_each(|pool| pool.away = true);
+                        }
+                        Target::Range(id) => {
+                            let range = heap.ranges.map.get_mut(&id);
+                            range.into_iter().for_each(|range| range.away = true);
+                        }
+                        Target::Arenas => {}
                     }
                     heap.suspended.map.insert(target, suspension);
                 }
@@ -197,6 +208,7 @@ impl Drop for Work<'_> {
             }
         }
         heap.graphs.recount();
+        heap.ranges.recount();
         (heap.suspended.working, heap.suspended.coming) = (false, 0);
         heap.suspended.under_way.clear();
         drop(heap);
@@ -234,7 +246,7 @@ pub(crate) fn suspend(
             let heap = engine.lock();
             heap.views.idle_views(&heap.streams, usize::MAX)
         }
-        Selected::Pool(_) | Selected::Tag(_) => Vec::new(),
+        Selected::One(_) | Selected::Tag(_) => Vec::new(),
     };
     release::evict(engine, &idle)?;
     contexts::synchronise(engine, true)?;
@@ -286,15 +298,17 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
     engine.usable()?;
     engine.free_deferred();
     // No memory is created for pools that can no longer be used.
-    discard::discard_pools(engine)?;
+    discard::discard_unused(engine)?;
     let mut work = Work::begin(engine, selected, true)?;
     let missing = {
         let mut heap = engine.lock();
         // An earlier refusal by the driver is outdated, and requests cannot retry by themselves.
         heap.physical.full_at = None;
         for (target, suspension) in work.targets.iter().zip(&mut work.suspensions) {
-            if matches!(target, Target::Arenas) {
-                target::drop_unused(&mut heap, suspension);
+            match target {
+                Target::Arenas => target::drop_unused(&mut heap, suspension),
+                Target::Range(id) => target::drop_leaving(&mut heap, *id, suspension),
+                Target::Pool(_) => {}
             }
         }
         // The limit counts suspended memory only if the whole allocator is suspended.

@@ -8,6 +8,7 @@ use crate::allocator::extent::record::{Hot, SpaceId, State as Extent};
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::heap::Heap;
 use crate::allocator::plan::release;
+use crate::allocator::range::{Range, State};
 use crate::allocator::size::GRANULE;
 use crate::allocator::suspend::contents::Contents;
 use crate::allocator::suspend::host::HostCopy;
@@ -33,6 +34,14 @@ pub(crate) fn close(heap: &mut Heap, target: Target) -> Result<(), Error> {
         Target::Pool(id) => {
             heap.guards.ensure_none_in(|pool| pool == id)?;
             close_pool(&mut heap.graphs, id)
+        }
+        Target::Range(id) => {
+            let range = heap.ranges.live(id)?;
+            if range.working {
+                return Err(busy_error(1, range.layout.granule));
+            }
+            range.suspended = true;
+            Ok(())
         }
     }
 }
@@ -87,6 +96,12 @@ pub(crate) fn open(heap: &mut Heap, target: Target) {
             }
             heap.graphs.recount();
         }
+        Target::Range(id) => {
+            if let Some(range) = heap.ranges.map.get_mut(&id) {
+                (range.suspended, range.away) = (false, false);
+            }
+            heap.ranges.recount();
+        }
     }
 }
 
@@ -104,6 +119,10 @@ pub(crate) fn select_memory(
             let pool = heap.graphs.pools.get(&id);
             pool.map_or_else(Default::default, select_pool_handles)
         }
+        Target::Range(id) => {
+            let range = heap.ranges.map.get(&id);
+            range.map_or_else(Default::default, select_range)
+        }
     };
     let graphs = heap.graphs.pools.values();
     let spans = graphs.flat_map(|pool| {
@@ -113,7 +132,9 @@ pub(crate) fn select_memory(
             .keys()
             .chain(pool.arena.sites.spans.keys())
     });
-    let mut bounds: Vec<u64> = spans.chain(heap.physical.spans.keys()).copied().collect();
+    let ranges = heap.ranges.map.values().map(|range| &range.layout.base);
+    let spans = spans.chain(heap.physical.spans.keys()).chain(ranges);
+    let mut bounds: Vec<u64> = spans.copied().collect();
     bounds.sort_unstable();
     join(&mut kept, |at| bounds.binary_search(&at).is_ok());
     Ok(Suspension {
@@ -213,6 +234,25 @@ pub(crate) fn drop_unused(heap: &mut Heap, suspension: &mut Suspension) {
     }
 }
 
+/// Removes the handles of granules that were decommitted from a suspension of a range, and from the range.
+pub(crate) fn drop_leaving(heap: &mut Heap, id: u64, suspension: &mut Suspension) {
+    let homes = &mut suspension.handles;
+    let Some(range) = heap.ranges.map.get_mut(&id) else {
+        return;
+    };
+    // A handle that is present stays until the driver has it.
+    let mut present = homes.iter().filter(|handle| handle.handle.is_some());
+    if present.next().is_some() {
+        return;
+    }
+    let (bytes, gone) = (range.layout.granule, range.drop_leaving());
+    homes.retain(|handle| gone.binary_search(&handle.home).is_err());
+    heap.ranges.recount();
+    for home in gone {
+        release::forget_mapping(heap, (home, bytes));
+    }
+}
+
 /// Records that the memory of a suspension is restored.
 pub(crate) fn restore(heap: &mut Heap, target: Target, suspension: &Suspension) {
     for suspended in &suspension.handles {
@@ -229,6 +269,11 @@ pub(crate) fn restore(heap: &mut Heap, target: Target, suspension: &Suspension) 
                 let pool = heap.graphs.pools.get_mut(&id);
                 if let Some(held) = pool.and_then(|p| p.arena.handles.get_mut(&suspended.home)) {
                     held.handle = handle;
+                }
+            }
+            Target::Range(id) => {
+                if let Some(range) = heap.ranges.map.get_mut(&id) {
+                    range.set_handle(suspended.home, handle);
                 }
             }
         }
@@ -255,6 +300,7 @@ pub(crate) fn discard(heap: &mut Heap, target: Target, mut suspension: Suspensio
                     .record_memory(Kind::Unmap, (home, bytes), (SpaceId::Large, true));
             }
         }
+        Target::Range(id) => drop_leaving(heap, id, &mut suspension),
         Target::Arenas => {
             for base in heap.views.idle_views(&heap.streams, usize::MAX) {
                 if let Some(view) = heap
@@ -291,6 +337,20 @@ fn select_pool_handles(pool: &Pool) -> Choice {
         .map(|part| (part.home, u64::from(part.granules) * GRANULE))
         .collect();
     kept.sort_unstable();
+    (handles, kept)
+}
+
+fn select_range(range: &Range) -> Choice {
+    let (mut handles, mut kept) = (Vec::new(), Vec::new());
+    for (_, granule) in range.granules().filter(|(_, g)| g.state != State::Stuck) {
+        for cell in &granule.cells {
+            let place = (cell.address, range.layout.granule);
+            handles.push(new_handle(place.0, place.1, Some(cell.handle)));
+            kept.extend((granule.state == State::Committed).then_some(place));
+        }
+    }
+    kept.sort_unstable();
+    count_mappings(&mut handles);
     (handles, kept)
 }
 

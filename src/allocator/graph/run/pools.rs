@@ -207,6 +207,11 @@ fn move_idle(
         heap.views.idle_views(&heap.streams, usize::MAX)
     };
     let evicted = release::evict(engine, &idle);
+    let room = engine.lock().room();
+    let settled =
+        release::release_settled(engine, None, missing.saturating_sub(room), |_, _, _, _| {
+            true
+        });
     let free = match refusal.map(|error| device::driver_free(engine, error)) {
         None => u64::MAX,
         Some(free) if free < missing => free,
@@ -234,7 +239,11 @@ fn move_idle(
     let mut heap = engine.lock();
     claimed.for_each(|release| plan::release::revert(&mut heap, release));
     drop(heap);
-    dissolved.map(drop).and(evicted).and(moved)
+    dissolved
+        .map(drop)
+        .and(evicted)
+        .and(settled.map(drop))
+        .and(moved)
 }
 
 /// Moves a claimed handle into the free memory of a pool.
@@ -321,7 +330,7 @@ pub(crate) fn release_unused(engine: &Engine) {
 /// Releases the memory of unused pools to the driver, with `all` of every pool, otherwise of released pools only.
 /// Returns the bytes.
 pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
-    discard::discard_pools(engine)?;
+    discard::discard_unused(engine)?;
     let (mut released, mut first) = (0, Ok(()));
     let taken = {
         let mut heap = engine.lock();

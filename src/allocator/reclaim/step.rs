@@ -1,0 +1,71 @@
+//! The steps of a reclaim.
+
+use std::sync::Arc;
+
+use crate::allocator::engine::hooks::ReliefHook;
+use crate::allocator::extent::record::SpaceId;
+use crate::allocator::heap::take::Part;
+use crate::allocator::physical::{Fresh, Release};
+use crate::allocator::plan::growth::Growth;
+use crate::allocator::stream::finder::Run;
+use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::view::mapping::{Stitch, ViewRun};
+use crate::driver::Event;
+
+pub(crate) enum Step {
+    Take(Run),
+    /// Takes a part of free memory, behind waits if it needs any.
+    Claim(Part),
+    View(ViewRun),
+    Stitch(Box<Stitch>),
+    Evict(Vec<u64>),
+    /// Unmaps idle views to free their addresses.
+    FreeAddresses(Vec<u64>),
+    /// Reserves a number of bytes of address space.
+    Reserve(SpaceId, u64),
+    Grow(Growth),
+    Segment(Fresh),
+    /// Creates the memory that a stitch lacks, as free memory.
+    Supply(Fresh),
+    Flush,
+    /// Completes some more pieces.
+    Complete,
+    /// Frees the free blocks in the large-block caches.
+    EmptyCaches,
+    /// Retries releases that failed earlier.
+    Retry,
+    /// Polls all streams with markers, including those polled recently.
+    Poll,
+    Release(Vec<Release>),
+    /// Takes this many bytes of memory that has left a range.
+    Settle(u64),
+    /// Records a marker on the requesting stream, which has this key.
+    Mark(StreamKey),
+    /// Queries the free memory of the device.
+    QueryDevice,
+    /// Waits on the host for the marker of a stream up to a bound.
+    HostWait(u32, u64, Arc<Event>),
+    /// Calls a hook to free a number of bytes.
+    Hook(ReliefHook, u64),
+    Synchronise,
+    Fail,
+}
+
+impl Step {
+    /// Whether reaching this step counts the request as a miss.
+    pub(crate) fn is_miss(&self) -> bool {
+        use Step::{Fail, Grow, Hook, HostWait, Release, Segment, Stitch, Supply, Synchronise};
+        matches!(
+            self,
+            Stitch(_)
+                | Grow(_)
+                | Segment(_)
+                | Supply(_)
+                | Release(_)
+                | HostWait(..)
+                | Hook(..)
+                | Synchronise
+                | Fail
+        )
+    }
+}
