@@ -18,6 +18,7 @@ import torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SOURCE = os.path.join(_HERE, "torch_allocator.cpp")
+_HEADERS = [os.path.join(_HERE, name) for name in ("torch_history.h", "cualloc.h")]
 _LIBRARY = os.path.join(_HERE, "libcualloc.so")
 # The first version whose class torch_allocator.cpp is written for.
 _OLDEST = (2, 9)
@@ -58,7 +59,7 @@ def _compiled():
     """Returns the path of the library in the cache, which is compiled if it is not there."""
     key = hashlib.sha256(f"{torch.__version__} {torch.version.cuda}".encode())
     headers = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "include")
-    for path in (_SOURCE, os.path.join(_HERE, "cualloc.h"), *(os.path.join(headers, name) for name in _CLASS)):
+    for path in (_SOURCE, *_HEADERS, *(os.path.join(headers, name) for name in _CLASS)):
         try:
             with open(path, "rb") as file:
                 key.update(file.read())

@@ -82,9 +82,9 @@ def install(limit=None, config=None, subclass=None):
             _redirect()
             _refuse()
             _leave_benchmark_off()
+            _replace_snapshots()
         _adopt_streams()
         _end_failed_captures()
-        _replace_snapshots()
 
 
 def installed():
@@ -405,33 +405,9 @@ def _snapshot(of=None):
     if of is not None and tuple(of[:2]) != (0, 0):
         raise RuntimeError(_NO_POOL_SNAPSHOT)
     made = _recorded()
-    if not _wants_events(of):
+    if of is not None and len(of) >= 3 and not of[2]:
         made["device_traces"] = [[] for _ in made["device_traces"]]
     return made
-
-
-def _snapshot_with_history(native, of=None):
-    """Replaces `torch._C._cuda_memorySnapshot` of the subclass: adds the events and stacks of cualloc's recorder."""
-    made = native(of)
-    if not _records:
-        return made
-    recorded = _recorded()
-    if _wants_events(of):
-        made["device_traces"] = recorded["device_traces"]
-    stacks = {
-        block["address"]: block["frames"]
-        for segment in recorded["segments"]
-        for block in segment["blocks"]
-        if block.get("frames")
-    }
-    for segment in made["segments"]:
-        for block in segment["blocks"]:
-            block["frames"] = stacks.get(block["address"], block.get("frames", []))
-    return made
-
-
-def _wants_events(of):
-    return of is None or len(of) < 3 or bool(of[2])
 
 
 def _refuse():
@@ -455,12 +431,9 @@ def _refuse():
 
 def _replace_snapshots():
     """Replaces PyTorch's functions that record a history and take snapshots: cualloc's recorder has the history."""
-    snapshot = _snapshot
-    if _is_subclass():
-        snapshot = functools.partial(_snapshot_with_history, torch._C._cuda_memorySnapshot)
     _replace(
         {
-            "_cuda_memorySnapshot": snapshot,
+            "_cuda_memorySnapshot": _snapshot,
             "_cuda_record_memory_history": _history,
             "_cuda_record_memory_history_legacy": _history_legacy,
             "_cuda_isHistoryEnabled": lambda: _records,

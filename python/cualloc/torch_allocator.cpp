@@ -4,6 +4,7 @@
 // Its base class implements every function of the interface, so this file also compiles with versions of PyTorch that
 // add functions. The subclass overrides the base's allocations and frees, which lock a mutex and search a map.
 #include "cualloc.h"
+#include "torch_history.h"
 
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -28,11 +29,9 @@
 
 namespace {
 
-using namespace c10::cuda::CUDACachingAllocator;
 using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingDeviceAllocator::DeviceStats;
-using c10::cuda::MempoolId_t;
 using Base = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 using Filter = std::function<bool(cudaStream_t)>;
 
@@ -55,9 +54,23 @@ void check(std::int32_t code) {
     if (code != CUALLOC_OK) raise(code, cualloc_last_error());
 }
 
+// Reports an allocation that was made, or a free that follows, to torch.profiler.
+void report_to_profiler(void *memory, bool allocated) {
+    cualloc_block_t block{};
+    std::int32_t ordinal = 0;
+    if (!cualloc_torch_block(memory, &ordinal, &block)) return;
+    const auto device = static_cast<c10::DeviceIndex>(ordinal);
+    const cualloc_stats_t stats = stats_of(device);
+    const std::int64_t change = allocated ? block.bytes : -static_cast<std::int64_t>(block.bytes);
+    const std::size_t live = stats.allocated.current - (allocated ? 0 : block.bytes);
+    c10::reportMemoryUsageToProfiler(memory, change, live, stats.reserved.current, c10::Device(c10::kCUDA, device));
+}
+
 void trace(void *memory, bool allocated) {
+    if (!memory) return;
+    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) report_to_profiler(memory, allocated);
     const c10::impl::PyInterpreter *interpreter = c10::impl::GPUTrace::get_trace();
-    if (!interpreter || !memory) return;
+    if (!interpreter) return;
     const auto at = reinterpret_cast<std::uintptr_t>(memory);
     if (allocated) {
         (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, at);
@@ -68,6 +81,7 @@ void trace(void *memory, bool allocated) {
 
 // All blocks have this deleter: PyTorch recognises blocks of the allocator by comparing their deleter with it.
 void delete_block(void *memory) {
+    if (C10_UNLIKELY(history.watches()) && memory) history.freed(memory);
     trace(memory, false);
     cualloc_torch_delete(memory);
 }
@@ -199,6 +213,17 @@ struct Allocator final : Base {
     // ---- blocks
 
     void *obtain(std::size_t bytes, c10::DeviceIndex device, cudaStream_t stream) {
+        if (C10_UNLIKELY(history.watches())) {
+            history.follow(device);
+            Context context = history.context(RecordContext::STATE);
+            void *memory = obtain_untraced(bytes, device, stream);
+            if (memory) history.allocated(memory, bytes, device, stream, std::move(context));
+            return memory;
+        }
+        return obtain_untraced(bytes, device, stream);
+    }
+
+    void *obtain_untraced(std::size_t bytes, c10::DeviceIndex device, cudaStream_t stream) {
         void *memory = cualloc_torch_alloc(bytes, device, stream);
         if (C10_UNLIKELY(!memory && bytes != 0)) memory = obtain_scarce(bytes, device, stream);
         trace(memory, true);
@@ -226,6 +251,7 @@ struct Allocator final : Base {
     void recordStream(const c10::DataPtr &memory, c10::cuda::CUDAStream stream) override {
         if (memory.get() && memory.get_deleter() == &delete_block) {
             check(cualloc_torch_record_stream(memory.get(), stream.stream()));
+            if (C10_UNLIKELY(history.watches())) history.used(memory.get(), stream.stream());
         }
     }
 
@@ -326,11 +352,12 @@ struct Allocator final : Base {
         if (cualloc_t *allocator = cualloc_shared_made(device)) check(cualloc_reset_peaks(allocator));
     }
 
-    // Segments and blocks, of one pool or of all memory; the recorder of the C library has the events.
+    // Segments and blocks, of one pool or of all memory, and the history.
 #if TORCH_VERSION_MINOR >= 11
-    SnapshotInfo snapshot(MempoolId_t wanted, bool) override {
+    SnapshotInfo snapshot(MempoolId_t wanted, bool events) override {
 #else
     SnapshotInfo snapshot(MempoolId_t wanted) override {
+        constexpr bool events = true;
 #endif
         SnapshotInfo found{};
         const bool all = wanted == MempoolId_t{0, 0};
@@ -350,10 +377,60 @@ struct Allocator final : Base {
         }
         found.device_traces.resize(c10::cuda::device_count());
         found.config_metadata.last_allocator_settings = "cualloc";
+        history.complete(found, events);
         return found;
     }
 
-    bool isHistoryEnabled() override { return false; }
+    bool isHistoryEnabled() override { return history.records(); }
+
+#if TORCH_VERSION_MINOR >= 11
+    void recordHistory(bool enabled, CreateContextFn recorder, std::size_t entries, RecordContext when, bool clear,
+                       const std::vector<std::string> &names) override {
+        std::set<TraceEntry::Action> skipped;
+        for (const auto &name : names) skipped.insert(c10::CachingDeviceAllocator::parseTraceEntryAction(name));
+#else
+    void recordHistory(bool enabled, CreateContextFn recorder, std::size_t entries, RecordContext when,
+                       bool clear) override {
+        const std::set<TraceEntry::Action> skipped;
+#endif
+        history.record(enabled, recorder, entries, when, clear, skipped);
+        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
+            if (cualloc_shared_made(device)) history.follow(device);
+        }
+    }
+
+    void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
+        history.attach(std::move(tracker));
+        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
+            if (cualloc_shared_made(device)) history.follow(device);
+        }
+    }
+
+    void recordAnnotation(const std::vector<std::pair<std::string, std::string>> &metadata) override {
+        if (history.records()) history.annotate(c10::cuda::current_device(), metadata);
+    }
+
+    void pushCompileContext(std::string &name) override { History::compilations().push_back(name); }
+
+    void popCompileContext() override {
+        if (!History::compilations().empty()) History::compilations().pop_back();
+    }
+
+#if TORCH_VERSION_MINOR >= 10
+    void setUserMetadata(const std::string &metadata) override { History::metadata() = metadata; }
+
+    std::string getUserMetadata() override { return History::metadata(); }
+#endif
+#if TORCH_VERSION_MINOR >= 12
+    Context getContextForPointer(const void *memory) override { return history.context_of(memory); }
+#endif
+#if TORCH_VERSION_MINOR >= 14
+    bool supportsUserMetadata() override { return true; }
+
+    void annotateMemory(const void *memory, const std::string &metadata) override {
+        history.annotate(memory, metadata);
+    }
+#endif
 
     void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -423,8 +500,14 @@ struct Allocator final : Base {
         TORCH_CHECK(to, "expected a checkpoint of cualloc, found one of another allocator");
         CheckpointDelta delta;
         delta.ptrs_freed = checkpoint_of(device, to->id)->blocks();
+        if (history.watches()) {
+            for (void *block : delta.ptrs_freed) history.freed(block);
+        }
         check(cualloc_pool_restore(pool_of(device, to->id), to->handle));
-        for (void *block : to->blocks()) delta.dataptrs_allocd.push_back(owner_of(block, device));
+        for (void *block : to->blocks()) {
+            if (history.watches()) note_restored(block, device);
+            delta.dataptrs_allocd.push_back(owner_of(block, device));
+        }
         return delta;
     }
 
@@ -436,6 +519,13 @@ private:
         std::size_t free = 0, total = 0;
         C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
         return {free, total};
+    }
+
+    static void note_restored(void *memory, c10::DeviceIndex device) {
+        cualloc_block_t block{};
+        if (cualloc_torch_block(memory, nullptr, &block)) {
+            history.allocated(memory, block.requested, device, nullptr, history.context(RecordContext::STATE));
+        }
     }
 
     static cualloc_pool_t *pool_of(c10::DeviceIndex device, MempoolId_t id) {
@@ -463,6 +553,7 @@ private:
     }
 
     void note_pool(c10::DeviceIndex device, MempoolId_t id) {
+        history.name_pool(device, cualloc_pool_number(cualloc_torch_pool(device, id_of(id))), id);
         const std::lock_guard<std::mutex> lock(mutex_);
         pools_.try_emplace({device, id}, false);
     }
@@ -502,6 +593,10 @@ private:
             observers = observers_;
         }
         const auto [free, total] = driver_memory(device);
+        if (history.watches()) history.out_of_memory(bytes, device, stream, free);
+        const cualloc_stats_t stats = stats_of(device);
+        c10::reportOutOfMemoryToProfiler(static_cast<std::int64_t>(bytes), stats.allocated.current,
+                                         stats.reserved.current, c10::Device(c10::kCUDA, device));
         for (const auto &observer : observers) observer(device, bytes, total, free);
         raise(code, text);
     }

@@ -203,6 +203,59 @@ def figures(_):
     }
 
 
+def history(_):
+    """The events of a few blocks, one of them used by another stream, and the stacks of events and of live blocks."""
+    torch.cuda.empty_cache()
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+    side = torch.cuda.Stream()
+    large = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    shared = torch.empty(1000, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    side.wait_stream(torch.cuda.current_stream())
+    shared.record_stream(side)
+    freed, address = large.data_ptr(), shared.data_ptr()
+    del large, shared
+    kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    try:
+        torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        pass
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.synchronize()
+    again = torch.empty(1000, dtype=torch.uint8, device="cuda")
+    seen = torch.cuda.memory._snapshot()
+    events = seen["device_traces"][torch.cuda.current_device()]
+    blocks = [b for s in seen["segments"] for b in s["blocks"] if b["address"] == kept.data_ptr()]
+    stacks = [e["frames"] for e in events if e["action"] == "alloc"] + [b["frames"] for b in blocks]
+    times = [e["time_us"] for e in events]
+    mine = [e for e in events if e.get("addr") == address]
+    torch.cuda.memory._record_memory_history(None)
+    off = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    del kept, again
+    return {
+        "events": sorted((e["action"], e["size"]) for e in events if not e["action"].startswith(("segment", "oom"))),
+        "oom": sum(e["action"] == "oom" for e in events),
+        "segments": any(e["action"].startswith("segment_") for e in events),
+        "order": [e["action"] for e in mine][:3],
+        "stacks": len(stacks) == 4 and all(any(f["name"] == "history" for f in frames) for frames in stacks),
+        "recent": times == sorted(times) and abs(times[-1] / 1e6 - time.time()) < 60,
+        "freed": any(e["action"] == "free_completed" and e["addr"] == freed for e in events),
+        "off": off,
+        "values": [],
+    }
+
+
+def profiler(_):
+    """Bytes that the profiler attributes to an operator, and to its end."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        x = torch.empty(10 * MIB, dtype=torch.uint8, device="cuda")
+        del x
+    rows = {row.key: row.self_device_memory_usage for row in profile.key_averages()}
+    return {"allocated": rows.get("aten::empty"), "freed": rows.get("[memory]"), "values": []}
+
+
 WORK = {
     "cudagraphs_paths": (trees_paths, {"backend": "cudagraphs"}),
     "inductor_train": (trees_train, {"mode": "reduce-overhead"}),
@@ -210,6 +263,8 @@ WORK = {
     "mem_pool": (mem_pool, None),
     "mem_pool_over_an_allocator": (mem_pool_over_an_allocator, None),
     "out_of_memory": (out_of_memory, None),
+    "history": (history, None),
+    "profiler": (profiler, None),
     "benchmark": (benchmark, None),
     "figures": (figures, None),
 }
