@@ -57,9 +57,14 @@ if [ "$gpus" -gt 1 ]; then
         timeout 100 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 python/tests/gpu_ddp.py \
             "$allocator" >"$logs/ddp-$allocator" 2>&1 </dev/null || failed "ddp-$allocator"
         grep '^{' "$logs/ddp-$allocator" >>"$scratch/figures"
+        timeout 100 "$python" python/tests/gpu_two.py "$allocator" >"$logs/two-$allocator" 2>&1 </dev/null ||
+            failed "two-$allocator"
+        timeout 100 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 python/tests/gpu_two.py \
+            "$allocator" >"$logs/ranks-$allocator" 2>&1 </dev/null || failed "ranks-$allocator"
+        grep -h '^{' "$logs/two-$allocator" "$logs/ranks-$allocator" >>"$scratch/subclass"
     done
 else
-    echo "SKIPPED: two ranks, with one GPU"
+    echo "SKIPPED: work on two GPUs, with one"
 fi
 cat "$scratch/figures"
 cat >"$scratch/compare.py" <<'END'
