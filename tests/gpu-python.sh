@@ -143,6 +143,10 @@ sys.exit(1 if wrong or not rows else 0)
 END
 "$python" "$scratch/compare_subclass.py" "$scratch/subclass" || failures=$((failures + 1))
 
+# Tensors sent to other processes, which the subclass supports.
+timeout 400 "$python" python/tests/gpu_share.py >"$logs/share" 2>&1 </dev/null || failed share
+grep '^{' "$logs/share" || failed share
+
 # CUDA graphs: the same values, and what is held at most no more than the best of PyTorch's own two ways. Peaks are
 # asked of the driver, so one runs after the other.
 for work in callables shared decode; do

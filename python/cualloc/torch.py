@@ -650,5 +650,5 @@ def capabilities():
         "memory_snapshot": installed(),
         # Under the pluggable interface programs may turn it on, but it stays off.
         "cudnn_benchmark": subclass,
-        "cuda_ipc": False,
+        "cuda_ipc": subclass,
     }

@@ -511,6 +511,33 @@ struct Allocator final : Base {
         return delta;
     }
 
+    // ---- sharing
+
+    ShareableHandle shareIpcHandle(void *memory) override {
+        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
+            cualloc_t *allocator = cualloc_shared_made(device);
+            if (!allocator) continue;
+            char token[CUALLOC_TOKEN_BYTES];
+            std::uint64_t offset = 0;
+            const std::int32_t code = cualloc_share(allocator, reinterpret_cast<std::uintptr_t>(memory), 0, token,
+                                                    sizeof token, &offset, nullptr);
+            if (code == CUALLOC_NOT_OURS) continue;
+            check(code);
+            return {static_cast<std::ptrdiff_t>(offset), token};
+        }
+        raise(CUALLOC_NOT_OURS, "cannot share a tensor whose memory is not cualloc's");
+    }
+
+    // PyTorch calls this with the device of the tensor as the current one.
+    std::shared_ptr<void> getIpcDevPtr(std::string token) override {
+        cualloc_t *allocator = nullptr;
+        check(cualloc_shared(c10::cuda::current_device(), &allocator));
+        cualloc_import_t *import = nullptr;
+        std::uint64_t address = 0, bytes = 0;
+        check(cualloc_share_open(allocator, token.c_str(), &import, &address, &bytes));
+        return {reinterpret_cast<void *>(address), [import](void *) { cualloc_share_close(import); }};
+    }
+
 private:
     using PoolName = std::pair<c10::DeviceIndex, MempoolId_t>;
 
