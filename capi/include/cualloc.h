@@ -20,7 +20,7 @@
  * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
  * together with a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 9
+#define CUALLOC_ABI_VERSION 10
 
 /**
  * Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
@@ -265,6 +265,11 @@ typedef struct cualloc_options_t cualloc_options_t;
 typedef struct cualloc_pool_t cualloc_pool_t;
 
 /**
+ * A growable range. A handle, like cualloc_t.
+ */
+typedef struct cualloc_range_t cualloc_range_t;
+
+/**
  * An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
  */
 typedef struct cualloc_t cualloc_t;
@@ -417,6 +422,15 @@ typedef struct cualloc_stats_t {
    * CUALLOC_MEMORY_SCARCE_*.
    */
   uint64_t regime;
+  /**
+   * Bytes that growable ranges reserve from the driver, including decommitted ones. No other figure here includes
+   * them, but they count against the limit.
+   */
+  uint64_t ranges;
+  /**
+   * The part of ranges that is decommitted.
+   */
+  uint64_t ranges_leaving;
 } cualloc_stats_t;
 
 /**
@@ -501,6 +515,67 @@ typedef struct cualloc_footprint_t {
    */
   uint64_t leases;
 } cualloc_footprint_t;
+
+/**
+ * Options of a range. Set struct_size to sizeof(cualloc_range_options_t), and all other fields to 0 unless they are
+ * used. Later versions of the library add fields at the end.
+ */
+typedef struct cualloc_range_options_t {
+  /**
+   * Size of this structure in bytes, as the caller knows it.
+   */
+  size_t struct_size;
+  /**
+   * Bytes that are committed together: a power of two from 2 MiB, which 0 stands for, to 64 MiB.
+   */
+  uint64_t granule;
+  /**
+   * Number of equal parts that are committed together; 0 stands for 1. All sizes, offsets and bits count one stripe.
+   */
+  uint64_t stripes;
+  /**
+   * Bytes from the start of one stripe to that of the next, in whole granules; 0 for stripes without a gap.
+   */
+  uint64_t stripe_stride;
+  /**
+   * Null, or a zero-terminated text: the tag by which the memory is suspended (CUALLOC_SELECT_TAG), and named in
+   * reports.
+   */
+  const char *tag;
+} cualloc_range_options_t;
+
+/**
+ * Sizes of a range in bytes, over all stripes. Set struct_size to sizeof(cualloc_range_stats_t) before the call; the
+ * structure grows as cualloc_stats_t does.
+ */
+typedef struct cualloc_range_stats_t {
+  /**
+   * Size of this structure in bytes, as the caller knows it. Not changed.
+   */
+  size_t struct_size;
+  /**
+   * Bytes of addresses, with memory or without.
+   */
+  uint64_t reserved;
+  /**
+   * Bytes of committed memory.
+   */
+  uint64_t committed;
+  /**
+   * Bytes of decommitted memory that has not left the range.
+   */
+  uint64_t leaving;
+  /**
+   * Bytes of a granule in one stripe.
+   */
+  uint64_t granule;
+} cualloc_range_stats_t;
+
+/**
+ * A function that frees memory which the program can do without: with the data of its registration, and the number of
+ * bytes that a request lacks.
+ */
+typedef void (*cualloc_pressure_t)(void *data, uint64_t bytes);
 
 /**
  * Returns the current place in the program: a context (cualloc_context) whose name is a stack, outermost function
@@ -1241,6 +1316,144 @@ int32_t cualloc_pool_footprint(struct cualloc_pool_t *pool,
  */
 int32_t cualloc_pool_retain(struct cualloc_pool_t *pool,
                             void *graph);
+
+/**
+ * Reserves addresses for a range of at least bytes per stripe, without memory, and writes its handle to *range and its
+ * first address to *base. The allocator cannot be destroyed while the range exists.
+ *
+ * Errors: CUALLOC_OUT_OF_MEMORY if the driver refuses the addresses (the text names their size); CUALLOC_UNSUPPORTED
+ * under the classic policy; CUALLOC_INVALID_ARGUMENT for a null handle, range or base, 0 bytes, or an invalid option;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *range is then null, and *base 0.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `options` is null or points to `struct_size` bytes, with a tag that is null or zero-terminated; `range` and `base` are
+ * null or writable.
+ */
+int32_t cualloc_range_create(struct cualloc_t *allocator,
+                             uint64_t bytes,
+                             const struct cualloc_range_options_t *options,
+                             struct cualloc_range_t **range,
+                             uint64_t *base);
+
+/**
+ * Gives memory to all granules that overlap bytes from offset on; granules with memory stay as they are. The contents
+ * of new memory are undefined. It may be used on the stream from here on, and on streams ordered after it.
+ *
+ * Idle memory of the allocator in pieces of the granule's size is used first; the rest comes from the driver. If that
+ * is too little, the call makes room as an allocation does. On a stream that is being captured it waits for nothing and
+ * calls no callback. If a granule was decommitted and may still be in use, the stream waits for that use on the device.
+ *
+ * Errors: CUALLOC_OUT_OF_MEMORY (the text says how many bytes are missing); CUALLOC_SUSPENDED;
+ * CUALLOC_INVALID_ARGUMENT for a null range, bytes beyond its end, or a stream of another device; CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. No granule has changed then.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `stream` is live, or null, 1 or 2, and is retired before it is destroyed.
+ */
+int32_t cualloc_range_commit(struct cualloc_range_t *range,
+                             uint64_t offset,
+                             uint64_t bytes,
+                             void *stream);
+
+/**
+ * Takes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work submitted
+ * to the stream so far has ended, and that of the streams named by cualloc_range_record. It must not be used any more,
+ * not even by a graph that was captured before. Granules without memory are ignored.
+ *
+ * Errors: CUALLOC_CAPTURING for a stream that is being captured; otherwise as cualloc_range_commit, without
+ * CUALLOC_OUT_OF_MEMORY.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * As for cualloc_range_commit.
+ */
+int32_t cualloc_range_decommit(struct cualloc_range_t *range,
+                               uint64_t offset,
+                               uint64_t bytes,
+                               void *stream);
+
+/**
+ * Records that another stream uses the granules that overlap bytes from offset on: when they are decommitted, the work
+ * submitted to it until then counts as well.
+ *
+ * Errors: as cualloc_range_decommit.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * As for cualloc_range_commit.
+ */
+int32_t cualloc_range_record(struct cualloc_range_t *range,
+                             uint64_t offset,
+                             uint64_t bytes,
+                             void *stream);
+
+/**
+ * Writes the sizes of a range to *stats, as many fields as its struct_size says.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null range or stats, or a struct_size that is not set; CUALLOC_CLOSED;
+ * CUALLOC_CONTEXT_LOST. The fields are then 0, if they could be written.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `stats` is null, or points to `struct_size` writable bytes.
+ */
+int32_t cualloc_range_stats(const struct cualloc_range_t *range,
+                            struct cualloc_range_stats_t *stats);
+
+/**
+ * Writes one bit for each granule of a stripe, 1 if it is committed, to the first words of bits: the first granule is
+ * the lowest bit of the first word. Further words become 0; granules beyond the words are left out.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null range or bits; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `bits` is null, or points to `words` writable words.
+ */
+int32_t cualloc_range_map(const struct cualloc_range_t *range,
+                          uint64_t *bits,
+                          size_t words);
+
+/**
+ * Ends a range: decommits all its memory, as cualloc_range_decommit does, and frees its addresses once the memory has
+ * left. The handle has ended then. Null is ignored.
+ *
+ * Errors: as cualloc_range_decommit; the range then goes on.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * As for cualloc_range_commit. No call on another thread uses the range's memory later.
+ */
+int32_t cualloc_range_destroy(struct cualloc_range_t *range,
+                              void *stream);
+
+/**
+ * Sets the function that is called, without any lock held, when a request or a commit finds too little memory and no
+ * work is left to wait for: it may decommit memory of ranges, and free blocks. What it decommits serves the request that
+ * lacked memory as soon as its work has ended. Requests that the function makes itself do not call it. Null removes it.
+ *
+ * A call of the function that is in progress on another thread may end after it was replaced or removed.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * The function may be called with the data from any thread until it was removed, or the allocator destroyed. It must
+ * not throw.
+ */
+int32_t cualloc_on_pressure(struct cualloc_t *allocator,
+                            cualloc_pressure_t callback,
+                            void *data);
 
 /**
  * Starts recording all allocators of the process: to a file that is written until cualloc_record_stop or, if path is

@@ -19,6 +19,7 @@ mod message;
 mod options;
 mod pool_table;
 mod pools;
+mod ranges;
 mod record;
 mod results;
 mod segment_hooks;
@@ -56,6 +57,7 @@ pub use checkpoints::*;
 pub use life::*;
 pub use memory::*;
 pub use pools::*;
+pub use ranges::*;
 pub use record::*;
 pub use results::*;
 pub use segment_hooks::*;
@@ -70,7 +72,7 @@ pub use visit::*;
 
 /// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
 /// together with a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 9;
+pub const CUALLOC_ABI_VERSION: u32 = 10;
 
 /// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());
@@ -83,6 +85,9 @@ pub struct cualloc_pool_t(());
 
 /// The blocks of a graph pool at some time. A handle, like cualloc_t.
 pub struct cualloc_checkpoint_t(());
+
+/// A growable range. A handle, like cualloc_t.
+pub struct cualloc_range_t(());
 
 /// A block of another process. A handle, like cualloc_t.
 pub struct cualloc_import_t(());

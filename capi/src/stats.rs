@@ -90,6 +90,11 @@ pub struct cualloc_stats_t {
     /// Whether the packed policy currently saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
     /// CUALLOC_MEMORY_SCARCE_*.
     pub regime: u64,
+    /// Bytes that growable ranges reserve from the driver, including decommitted ones. No other figure here includes
+    /// them, but they count against the limit.
+    pub ranges: u64,
+    /// The part of ranges that is decommitted.
+    pub ranges_leaving: u64,
 }
 
 /// Memory is plentiful: the allocator saves driver calls.
@@ -162,6 +167,8 @@ pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
         graph_pools: stats.graph_pools,
         headroom: stats.headroom,
         regime: regime_number(stats.packing.regime),
+        ranges: stats.ranges,
+        ranges_leaving: stats.ranges_leaving,
     }
 }
 

@@ -274,6 +274,11 @@ fn captures_go_through_pools_and_wrong_scopes_are_errors() {
 }
 
 #[test]
+fn ranges_grow_in_place() {
+    driven("ranges.c", &[]);
+}
+
+#[test]
 fn the_cpp_face_owns_and_throws() {
     program("c++17", "face.cpp", Linked::Shared, &[]);
 }

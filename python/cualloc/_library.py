@@ -62,6 +62,8 @@ class Stats(ctypes.Structure):
         ("graph_pools", ctypes.c_uint64),
         ("headroom", ctypes.c_uint64),
         ("regime", ctypes.c_uint64),
+        ("ranges", ctypes.c_uint64),
+        ("ranges_leaving", ctypes.c_uint64),
     ]
 
 

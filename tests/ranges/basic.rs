@@ -240,7 +240,7 @@ fn raw_streams_serve_too() {
     packed(|rig| {
         let (allocator, []) = rig.scene();
         let (stream, other) = (RawStream::new(rig), RawStream::new(rig));
-        let mut range = allocator.reserve_range(64 * GRANULE, options()).unwrap();
+        let range = allocator.reserve_range(64 * GRANULE, options()).unwrap();
         // SAFETY: the streams are alive until they are retired.
         unsafe {
             range.commit_raw(granules(0, 2), stream.raw()).unwrap();

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range as Span;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::allocator::api::Allocator;
 use crate::allocator::engine::naming::Named;
@@ -149,7 +150,7 @@ pub struct Range {
     id: u64,
     layout: Layout,
     /// Whether it was ended.
-    closed: bool,
+    closed: AtomicBool,
 }
 
 impl Allocator {
@@ -166,7 +167,7 @@ impl Allocator {
             allocator: self.clone(),
             id,
             layout,
-            closed: false,
+            closed: AtomicBool::new(false),
         })
     }
 }
@@ -325,7 +326,7 @@ impl Range {
     ///
     /// # Errors
     /// As [`decommit`](Self::decommit).
-    pub fn close(mut self, stream: &Stream) -> Result<(), Error> {
+    pub fn close(self, stream: &Stream) -> Result<(), Error> {
         let named = self.allocator.engine().named(stream)?;
         self.end(Some(&named))
     }
@@ -337,22 +338,22 @@ impl Range {
     ///
     /// # Safety
     /// As for [`commit_raw`](Self::commit_raw).
-    pub unsafe fn close_raw(&mut self, stream: sys::CUstream) -> Result<(), Error> {
+    pub unsafe fn close_raw(&self, stream: sys::CUstream) -> Result<(), Error> {
         // SAFETY: the caller's contract.
         let named = unsafe { self.allocator.engine().named_raw(stream) }?;
         self.end(Some(&named))
     }
 
-    fn end(&mut self, named: Option<&Named<'_>>) -> Result<(), Error> {
-        let ended = run::destroy(self.allocator.engine(), self.id, named);
-        self.closed = ended.is_ok();
-        ended
+    fn end(&self, named: Option<&Named<'_>>) -> Result<(), Error> {
+        run::destroy(self.allocator.engine(), self.id, named)?;
+        self.closed.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
-        if !self.closed {
+        if !self.closed.load(Ordering::Relaxed) {
             // Fails if nothing can be released any more; the memory that is left returns with the allocator.
             let _ended = self.end(None);
         }
