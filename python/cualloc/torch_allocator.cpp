@@ -178,6 +178,10 @@ struct Visit {
         segment.is_large = !found->small;
         segment.is_expandable = true;
         segment.owner_private_pool_id = visit.id;
+#if TORCH_VERSION_MINOR >= 11
+        // NCCL registers segments in this order, which must be the same in all ranks.
+        segment.registration_counter = static_cast<std::int32_t>(visit.segments.size());
+#endif
         visit.segments.push_back(std::move(segment));
         visit.end = found->address;
     }

@@ -223,6 +223,7 @@ def history(_):
         pass
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     again = torch.empty(1000, dtype=torch.uint8, device="cuda")
     seen = torch.cuda.memory._snapshot()
     events = seen["device_traces"][torch.cuda.current_device()]
@@ -237,8 +238,8 @@ def history(_):
         "events": sorted((e["action"], e["size"]) for e in events if not e["action"].startswith(("segment", "oom"))),
         "oom": sum(e["action"] == "oom" for e in events),
         "segments": any(e["action"].startswith("segment_") for e in events),
-        "order": [e["action"] for e in mine][:3],
-        "stacks": len(stacks) == 4 and all(any(f["name"] == "history" for f in frames) for frames in stacks),
+        "order": [e["action"] for e in mine if not e["action"].startswith("segment_")][:3],
+        "stacks": len(stacks) == 5 and all(any(f["name"] == "history" for f in frames) for frames in stacks),
         "recent": times == sorted(times) and abs(times[-1] / 1e6 - time.time()) < 60,
         "freed": any(e["action"] == "free_completed" and e["addr"] == freed for e in events),
         "off": off,
