@@ -11,7 +11,6 @@ use std::sync::{Arc, Weak};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
     socketpair,
@@ -191,9 +190,9 @@ impl From<Error> for Fault {
 impl Importer {
     /// None for a process of another user.
     fn new(socket: OwnedFd) -> Option<Importer> {
-        let user = socket_peercred(&socket).ok()?;
-        (user.uid == geteuid()).then(|| Importer {
-            process: peer::watch(Some(user.pid)),
+        let (pid, user) = peer::of_socket(&socket)?;
+        (user == geteuid().as_raw()).then(|| Importer {
+            process: peer::watch(pid),
             socket,
             greeted: false,
             guards: BTreeMap::new(),
