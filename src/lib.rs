@@ -88,6 +88,7 @@ pub mod guide {
         graphs "../docs/graphs.md"
         performance "../docs/performance.md"
         platforms "../docs/platforms.md"
+        ranges "../docs/ranges.md"
         recording "../docs/recording.md"
         security "../SECURITY.md"
         sharing "../docs/sharing.md"

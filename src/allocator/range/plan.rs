@@ -122,14 +122,15 @@ pub(crate) fn plan(heap: &mut Heap, id: u64, span: &Span<u64>) -> Work {
         return Work::default();
     };
     let fills = missing(heap, id, span);
-    let mut work = Work::default();
+    let (mut work, mut end) = (Work::default(), 0);
     for stripe in 0..layout.stripes {
         for index in &fills {
             let addr = layout.address(stripe, *index);
             match work.runs.last_mut() {
-                Some(run) if run.addr + run.bytes() == addr => run.sizes.push(layout.granule),
+                Some(run) if addr == end => run.sizes.push(layout.granule),
                 _ => work.runs.push(Fresh::at(addr, vec![layout.granule])),
             }
+            end = addr + layout.granule;
         }
     }
     for run in &mut work.runs {
@@ -233,7 +234,9 @@ pub(crate) fn apply(heap: &mut Heap, id: u64, span: &Span<u64>, work: Work, hand
     }
     finish(heap, id, work);
     if let Some(range) = heap.ranges.map.get_mut(&id) {
-        let leaving: Vec<u64> = range.within(span).map(|(index, _)| index).collect();
+        let leaving = range.within(span);
+        let leaving = leaving.filter(|(_, granule)| granule.state == State::Leaving);
+        let leaving: Vec<u64> = leaving.map(|(index, _)| index).collect();
         for index in leaving {
             range.set_state(index, State::Committed);
         }
