@@ -1024,7 +1024,7 @@ void cualloc_options_free(struct cualloc_options_t *options);
  * the device such as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3),
  * decay (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks, joined by
  * +). With the prefix tune.: views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
- * handle (bytes), nvtx (auto, off). One more key is device: cuda (the default), or sim, a simulated device of 80 GiB
+ * handle and host_cache (bytes), nvtx (auto, off). One more key is device: cuda (the default), or sim, a simulated device of 80 GiB
  * in host memory, if the library was built with the feature sim. tune.checks defaults to none, and
  * tune.unretired_streams is on in shared allocators. cualloc_create rejects settings that contradict each other.
  *
@@ -1108,7 +1108,7 @@ int32_t cualloc_destroy(struct cualloc_t *allocator);
 /**
  * Returns unused memory to the driver until at most keep bytes are reserved. Never waits for device work. Writes to
  * *released how many bytes were returned, and to *pending how many more would have been, had pending work not still
- * used them; each pointer may be null.
+ * used them; each pointer may be null. Page-locked host memory of earlier suspensions is freed as well.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
  * numbers are then 0.
@@ -1122,6 +1122,21 @@ int32_t cualloc_trim(struct cualloc_t *allocator,
                      uint64_t keep,
                      uint64_t *released,
                      uint64_t *pending);
+
+/**
+ * Like cualloc_trim, except that page-locked host memory stays, which the next suspension uses.
+ *
+ * Errors: as cualloc_trim.
+ *
+ * May be called from any thread, with any current context.
+ *
+ * The caller guarantees:
+ * `released` and `pending` are null or writable.
+ */
+int32_t cualloc_trim_device(struct cualloc_t *allocator,
+                            uint64_t keep,
+                            uint64_t *released,
+                            uint64_t *pending);
 
 /**
  * Like cualloc_trim with keep 0, but waits on the host for the work of streams that are not capturing. Memory that

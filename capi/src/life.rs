@@ -32,7 +32,7 @@ pub extern "C" fn cualloc_options_free(options: *mut cualloc_options_t) {
 /// the device such as 80%), headroom (bytes), waits (scarce, always, never), profile (default, dense), peers (1+3),
 /// decay (10s), keep (20%), captures (watched, never), debug (off, or guard, poison, quarantine:SIZE, leaks, joined by
 /// +). With the prefix tune.: views, capture_checks, unretired_streams, self_test (on, off), checks (context, none),
-/// handle (bytes), nvtx (auto, off). One more key is device: cuda (the default), or sim, a simulated device of 80 GiB
+/// handle and host_cache (bytes), nvtx (auto, off). One more key is device: cuda (the default), or sim, a simulated device of 80 GiB
 /// in host memory, if the library was built with the feature sim. tune.checks defaults to none, and
 /// tune.unretired_streams is on in shared allocators. cualloc_create rejects settings that contradict each other.
 ///

@@ -9,7 +9,7 @@ use crate::{cualloc_t, handles};
 
 /// Returns unused memory to the driver until at most keep bytes are reserved. Never waits for device work. Writes to
 /// *released how many bytes were returned, and to *pending how many more would have been, had pending work not still
-/// used them; each pointer may be null.
+/// used them; each pointer may be null. Page-locked host memory of earlier suspensions is freed as well.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
 /// numbers are then 0.
@@ -27,6 +27,25 @@ pub unsafe extern "C" fn cualloc_trim(
 ) -> i32 {
     // SAFETY: the caller's contract.
     unsafe { release_memory(allocator, released, pending, |a| a.trim(keep)) }
+}
+
+/// Like cualloc_trim, except that page-locked host memory stays, which the next suspension uses.
+///
+/// Errors: as cualloc_trim.
+///
+/// May be called from any thread, with any current context.
+///
+/// # Safety
+/// `released` and `pending` are null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_trim_device(
+    allocator: *mut cualloc_t,
+    keep: u64,
+    released: *mut u64,
+    pending: *mut u64,
+) -> i32 {
+    // SAFETY: the caller's contract.
+    unsafe { release_memory(allocator, released, pending, |a| a.trim_device(keep)) }
 }
 
 /// Like cualloc_trim with keep 0, but waits on the host for the work of streams that are not capturing. Memory that

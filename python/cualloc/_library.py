@@ -123,6 +123,7 @@ def _functions():
         "cualloc_adopt_stream": (code, [handle, pointer]),
         "cualloc_retire_stream": (code, [handle, pointer]),
         "cualloc_trim": (code, [handle, number, to(number), to(number)]),
+        "cualloc_trim_device": (code, [handle, number, to(number), to(number)]),
         "cualloc_empty_cache": (code, [handle, to(number), to(number)]),
         "cualloc_set_limit": (code, [handle, number]),
         "cualloc_stats": (code, [handle, to(Stats)]),
@@ -402,12 +403,13 @@ def check(device):
         checked(LIBRARY.cualloc_check(made))
 
 
-def trim(device, keep):
-    """Returns memory to the driver until at most `keep` bytes are reserved. Returns the bytes given back, and the bytes
-    that pending work kept from being given back."""
+def trim(device, keep, host=True):
+    """Returns memory to the driver until at most `keep` bytes are reserved, with `host` also page-locked memory of the
+    host. Returns the bytes given back, and the bytes that pending work kept from being given back."""
+    release = LIBRARY.cualloc_trim if host else LIBRARY.cualloc_trim_device
     keep = number(keep, "a number of bytes to keep")
     _make_up()
     released, pending = ctypes.c_uint64(), ctypes.c_uint64()
     if made := _known(device):
-        checked(LIBRARY.cualloc_trim(made, keep, ctypes.byref(released), ctypes.byref(pending)))
+        checked(release(made, keep, ctypes.byref(released), ctypes.byref(pending)))
     return released.value, pending.value

@@ -580,7 +580,7 @@ def sleep(tags=None, keep=False, pinned=True):
         contents = how if (device, name) in kept else _library.CONTENTS_DROP
         bytes += _library.suspend(device, name, contents) or 0
     for device in {device for device, _ in meant}:
-        bytes += _library.trim(device, 0)[0]
+        bytes += _library.trim(device, 0, host=False)[0]
     return bytes
 
 

@@ -2,6 +2,7 @@
 //! in the same context destroys them.
 
 use super::error::DriverError;
+use super::pages;
 use super::registry::Entry;
 use super::symbols::Feature;
 use super::sys;
@@ -26,6 +27,8 @@ pub(super) enum Deferred {
     Module(sys::CUmodule),
     Pool(sys::CUmemoryPool),
     Host(NonNull<c_void>),
+    /// Page-locked pages of the process, and their bytes.
+    Pages(NonNull<c_void>, usize),
     /// The retain of the primary context of a device.
     Primary(sys::CUdevice),
 }
@@ -38,7 +41,7 @@ impl Deferred {
     pub(super) fn waits(&self) -> bool {
         matches!(
             self,
-            Deferred::Module(_) | Deferred::Host(_) | Deferred::Primary(_)
+            Deferred::Module(_) | Deferred::Host(_) | Deferred::Pages(..) | Deferred::Primary(_)
         )
     }
 
@@ -62,6 +65,11 @@ impl Deferred {
                 Deferred::Module(raw) => call!(driver, cuModuleUnload(raw)),
                 Deferred::Pool(raw) => call!(driver, cuMemPoolDestroy(raw)),
                 Deferred::Host(address) => call!(driver, cuMemFreeHost(address.as_ptr())),
+                Deferred::Pages(address, bytes) => {
+                    call!(driver, cuMemHostUnregister(address.as_ptr()))?;
+                    pages::unmap(address, bytes);
+                    Ok(())
+                }
                 Deferred::Primary(device) => call!(driver, cuDevicePrimaryCtxRelease_v2(device)),
             }
         }
@@ -78,7 +86,7 @@ impl fmt::Display for Deferred {
             Deferred::UserObject(_) => "a user object",
             Deferred::Module(_) => "a module",
             Deferred::Pool(_) => "a memory pool",
-            Deferred::Host(_) => "page-locked memory",
+            Deferred::Host(_) | Deferred::Pages(..) => "page-locked memory",
             Deferred::Primary(_) => "a primary context",
         })
     }

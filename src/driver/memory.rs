@@ -3,6 +3,8 @@
 use super::context::{Context, Entered};
 use super::deferred::Deferred;
 use super::error::DriverError;
+use super::pages;
+use super::symbols::Feature;
 use super::sys::{self, CUdeviceptr, CUpointer_attribute, CUstream};
 use super::table::{call, thin};
 use std::ffi::c_void;
@@ -54,6 +56,8 @@ pub struct HostAllocation {
     context: Context,
     address: NonNull<c_void>,
     bytes: usize,
+    /// Whether it consists of pages of the process, which the driver has locked.
+    registered: bool,
 }
 
 // SAFETY: page-locked memory may be used and freed from any thread.
@@ -79,7 +83,10 @@ debug_fields!(HostAllocation, self => address: self.address, bytes: self.bytes);
 
 impl Drop for HostAllocation {
     fn drop(&mut self) {
-        self.context.release(Deferred::Host(self.address));
+        self.context.release(match self.registered {
+            true => Deferred::Pages(self.address, self.bytes),
+            false => Deferred::Host(self.address),
+        });
     }
 }
 
@@ -158,7 +165,48 @@ impl Entered<'_> {
             context: self.context().clone(),
             address,
             bytes,
+            registered: false,
         })
+    }
+
+    /// Like [`host_allocation`](Self::host_allocation) for default memory, but locks pages of the process where the
+    /// system and the driver support it. Several threads may do so at the same time, where the driver's own allocation
+    /// of `bytes` touches the pages one after another.
+    pub(crate) fn lock_pages(&self, bytes: usize) -> Result<HostAllocation, DriverError> {
+        const PORTABLE: u32 = 1;
+        if self.driver().has(Feature::HostRegister)
+            && let Some(address) = pages::map(bytes)
+        {
+            // SAFETY: the pages exist until they are unregistered.
+            let locked = unsafe {
+                call!(
+                    self.driver(),
+                    cuMemHostRegister_v2(address.as_ptr(), bytes, PORTABLE)
+                )
+            };
+            match locked {
+                Ok(()) => {
+                    return Ok(HostAllocation {
+                        context: self.context().clone(),
+                        address,
+                        bytes,
+                        registered: true,
+                    });
+                }
+                Err(error) => {
+                    // The call may have taken effect.
+                    // SAFETY: nothing uses the pages.
+                    unsafe {
+                        let _ = call!(self.driver(), cuMemHostUnregister(address.as_ptr()));
+                        pages::unmap(address, bytes);
+                    }
+                    if error.is_fatal() {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        self.host_allocation(bytes, HostMemory::default())
     }
 }
 

@@ -25,6 +25,7 @@ pub(crate) mod kept_stream;
 mod load;
 mod memory;
 mod module;
+mod pages;
 mod pool;
 pub(crate) mod process;
 mod registry;

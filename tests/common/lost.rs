@@ -21,7 +21,9 @@ pub fn count(lost: &mut Leaks, call: &str, executed: bool) {
             &mut lost.streams
         }
         ("cuEventCreate", true) | ("cuEventDestroy_v2", false) => &mut lost.events,
-        ("cuMemHostAlloc", true) | ("cuMemFreeHost", false) => &mut lost.host,
+        ("cuMemHostAlloc", true) | ("cuMemFreeHost" | "cuMemHostUnregister", false) => {
+            &mut lost.host
+        }
         ("cuUserObjectCreate", true)
         | ("cuGraphRetainUserObject" | "cuUserObjectRelease", false) => &mut lost.user_objects,
         _ => return,

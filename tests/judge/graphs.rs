@@ -35,7 +35,7 @@ pub const FAILING: &str = "
     cuMemAddressReserve cuMemAddressFree cuEventCreate cuEventRecord cuEventQuery cuEventSynchronize
     cuEventDestroy_v2 cuStreamWaitEvent cuStreamSynchronize cuStreamCreate cuStreamGetId cuCtxSynchronize
     cuCtxGetCurrent cuCtxSetCurrent cuThreadExchangeStreamCaptureMode cuMemcpyHtoDAsync_v2
-    cuMemcpyDtoHAsync_v2 cuMemHostAlloc cuMemFreeHost
+    cuMemcpyDtoHAsync_v2 cuMemHostAlloc cuMemFreeHost cuMemHostRegister_v2 cuMemHostUnregister
 ";
 
 /// A pool whose launches are ordered among each other, and the work outside on its blocks with them.

@@ -130,6 +130,7 @@ const FAILING: &str = "
     cuMemsetD8Async cuMemsetD32Async cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyDtoDAsync_v2
     cuLaunchKernel cuModuleLoadData cuModuleUnload cuModuleGetFunction cuMemGetAllocationGranularity
     cuMemRetainAllocationHandle cuPointerGetAttribute cuMemHostAlloc cuMemFreeHost
+    cuMemHostRegister_v2 cuMemHostUnregister
     cuStreamCreateWithPriority cuStreamGetCaptureInfo_v2 cuMemAllocFromPoolAsync cuMemFreeAsync
     cuMemPoolCreate cuMemPoolDestroy cuMemPoolTrimTo cuMemPoolSetAttribute cuMemPoolGetAttribute
     cuMemPoolExportToShareableHandle cuMemPoolImportFromShareableHandle cuMemPoolExportPointer

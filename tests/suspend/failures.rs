@@ -2,9 +2,11 @@
 
 use super::support::*;
 
-const CALLS: [&str; 11] = [
+const CALLS: [&str; 13] = [
     "cuCtxSynchronize",
     "cuStreamCreate",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
     "cuMemHostAlloc",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",

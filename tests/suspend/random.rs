@@ -19,9 +19,11 @@ const FIRST: &str = "CUALLOC_SUSPEND_SEED";
 const STEPS: usize = 120;
 
 /// Calls that fail in suspensions and their ends.
-const CALLS: [&str; 12] = [
+const CALLS: [&str; 14] = [
     "cuCtxSynchronize",
     "cuStreamCreate",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
     "cuMemHostAlloc",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",

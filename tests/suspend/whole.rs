@@ -35,6 +35,44 @@ fn kept_contents_are_restored_at_their_address() {
     });
 }
 
+/// Number of parts of host memory that were page-locked.
+fn locked_parts(rig: &Rig) -> u64 {
+    rig.calls("cuMemHostRegister_v2") + rig.calls("cuMemHostAlloc")
+}
+
+/// The parts are locked by several threads where the machine has several processors.
+#[test]
+fn contents_of_several_parts_are_kept_in_host_memory_that_serves_until_trim() {
+    packed(|rig| {
+        const BYTES: usize = 200 * MIB;
+        let parts = BYTES.div_ceil(64 * MIB) as u64;
+        for bound in [None, Some(64 << 20)] {
+            let mut config = Config::new();
+            config.host_cache = bound;
+            let (allocator, [stream]) = rig.scene_with(config);
+            let block = allocator.allocate(BYTES, &stream).unwrap();
+            rig.stamp(block.ptr(), BYTES, 7, &stream);
+            stream.synchronize().unwrap();
+            let locked = |release: &dyn Fn()| {
+                release();
+                let before = locked_parts(rig);
+                assert_eq!(suspend(&allocator, Contents::Pinned).kept, BYTES as u64);
+                resume(&allocator);
+                locked_parts(rig) - before
+            };
+            if rig.sim().is_some() {
+                assert_eq!(locked(&|| ()), parts);
+                let again = if bound.is_some() { parts - 1 } else { 0 };
+                assert_eq!(locked(&|| drop(allocator.trim_device(0).unwrap())), again);
+                assert_eq!(locked(&|| drop(allocator.trim(0).unwrap())), parts);
+            } else {
+                locked(&|| ());
+            }
+            assert_eq!(rig.mismatches(block.ptr(), BYTES, 7, &stream), 0);
+        }
+    });
+}
+
 #[test]
 fn dropped_contents_need_no_host_memory_and_the_memory_can_be_written() {
     packed(|rig| {
@@ -44,7 +82,7 @@ fn dropped_contents_need_no_host_memory_and_the_memory_can_be_written() {
         assert_eq!(done.kept, 0);
         resume(&world.allocator);
         assert_eq!(rig.calls("cuMemcpyDtoHAsync_v2"), copies);
-        assert_eq!(rig.calls("cuMemHostAlloc"), 0);
+        assert_eq!(locked_parts(rig), 0);
         world.stamp(rig);
         world.assert_intact(rig);
     });
@@ -69,10 +107,7 @@ fn another_owner_has_the_memory_in_between() {
             assert_eq!(world.addresses(), addresses);
             world.assert_intact(rig);
         }
-        assert!(
-            rig.calls("cuMemHostAlloc") <= 2,
-            "page-locked memory serves again"
-        );
+        assert!(locked_parts(rig) <= 2, "page-locked memory serves again");
     });
 }
 

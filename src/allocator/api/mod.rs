@@ -382,6 +382,7 @@ impl Allocator {
     /// longest first (a run of free memory counts as idle since its last part was freed), within one run from its end.
     /// It never waits for the device: memory that is still in use is only counted, with the streams that it is pending
     /// on. (Segments of the classic policy are freed by `cuMemFree`, which may wait for other work of their context.)
+    /// Page-locked host memory of earlier suspensions is freed as well.
     ///
     /// Memory that was freed on a raw stream can be released only after a marker on it was observed complete: call
     /// [`mark_raw`](Self::mark_raw) before the work ends, or [`empty_cache`](Self::empty_cache), which waits.
@@ -392,6 +393,14 @@ impl Allocator {
     /// process ends.
     pub fn trim(&self, keep: u64) -> Result<Trimmed, Error> {
         close::trim(&self.engine, keep).inspect(|done| self.log_trim(done))
+    }
+
+    /// [`trim`](Self::trim), except that page-locked host memory stays, which the next suspension uses.
+    ///
+    /// # Errors
+    /// As [`trim`](Self::trim).
+    pub fn trim_device(&self, keep: u64) -> Result<Trimmed, Error> {
+        close::trim_device(&self.engine, keep).inspect(|done| self.log_trim(done))
     }
 
     /// Releases all unused memory to the driver, and waits on the host where only a wait can show that memory is

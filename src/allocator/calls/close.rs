@@ -28,11 +28,16 @@ pub(crate) const GRAPH: &str = "graph";
 /// Releases unused memory until no more than `keep` bytes of it are held. It waits only in order to close orphaned
 /// allocators.
 pub(crate) fn trim(engine: &Engine, keep: u64) -> Result<Trimmed, Error> {
-    let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
     // In a forked child, which is refused below, taking such a lock would leak memory.
     if !process::is_forked_child() {
         engine.suspender.drop_spare();
     }
+    trim_device(engine, keep)
+}
+
+/// [`trim`], except for page-locked host memory.
+pub(crate) fn trim_device(engine: &Engine, keep: u64) -> Result<Trimmed, Error> {
+    let _span = nvtx::span(Category::Trim, || format!("{keep} bytes are kept"));
     let (finished, retried) = idle::find(engine)?;
     let mut heap = engine.lock();
     let (_, allocated) = heap.live_totals();

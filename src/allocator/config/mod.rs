@@ -115,6 +115,9 @@ pub struct Config {
     /// it, or when the context is synchronised, which happens before much memory is held back. With a driver without
     /// stream ids (before CUDA 12) it has no effect.
     pub unretired_streams: bool,
+    /// Maximum number of bytes of page-locked host memory that are kept for the next suspension, until
+    /// [`trim`](crate::Allocator::trim); by default all of it. Locking pages takes longer than the copies.
+    pub host_cache: Option<u64>,
     /// Whether a raw call that names a default stream by its special handle (null, 1 or 2) while another context than
     /// the allocator's is current returns [`Error::WrongContext`](crate::Error::WrongContext). Here the handle means
     /// the stream of the allocator's context, but a launch with that handle would go to the current context. On by
@@ -175,6 +178,7 @@ impl Default for Config {
             capture_checks: false,
             captures: true,
             unretired_streams: false,
+            host_cache: None,
             context_checks: cfg!(debug_assertions),
             self_test: true,
             profile: Profile::Default,
@@ -245,6 +249,12 @@ impl Config {
     /// Sets whether raw streams may be destroyed without being retired.
     pub fn unretired_streams(mut self, on: bool) -> Self {
         self.unretired_streams = on;
+        self
+    }
+
+    /// Limits the page-locked host memory that is kept between suspensions, in bytes.
+    pub fn host_cache(mut self, bytes: u64) -> Self {
+        self.host_cache = Some(bytes);
         self
     }
 

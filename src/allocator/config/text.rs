@@ -11,7 +11,7 @@ use crate::error::ConfigError;
 /// `profile=default|dense`, `peers=1+2`, `decay=TIME|off` (`500ms`, `10s`, `2m`, `1h`), `keep=SHARE%`,
 /// `captures=watched|never`, `debug=guard+poison+quarantine:SIZE+leaks|off` (any of them). Settings that few programs
 /// need: `tune.views=on|off`, `tune.handle=BYTES`, `tune.capture_checks=on|off`, `tune.unretired_streams=on|off`,
-/// `tune.checks=context|none`, `tune.self_test=on|off`, `tune.nvtx=auto|off`.
+/// `tune.host_cache=BYTES`, `tune.checks=context|none`, `tune.self_test=on|off`, `tune.nvtx=auto|off`.
 ///
 /// ```
 /// use cualloc::allocator::{Config, Policy};
@@ -77,6 +77,9 @@ impl FromStr for Config {
                 }
                 "tune.unretired_streams" => {
                     config.unretired_streams = parse_switch(value).ok_or_else(invalid)?;
+                }
+                "tune.host_cache" => {
+                    config.host_cache = Some(parse_bytes(value).ok_or_else(invalid)?)
                 }
                 "tune.checks" => {
                     config.context_checks = match value {
@@ -296,6 +299,8 @@ mod tests {
             Ok(Config::new().handle(8 << 20).self_test(false))
         );
         assert_eq!(parse("headroom=0"), Ok(Config::new().headroom(0)));
+        let kept = Config::new().host_cache(12 << 30);
+        assert_eq!(parse("tune.host_cache=12G"), Ok(kept));
         let spared = Config::new().headroom(768 << 20);
         assert_eq!(parse("headroom=768M"), Ok(spared.clone()));
         let (card, small) = (80 << 30, 5000 << 20);

@@ -224,7 +224,7 @@ impl Engine {
                 addresses,
                 hooks: Hooks::default(),
                 segment_hooks: SegmentHooks::default(),
-                suspender: Suspender::default(),
+                suspender: Suspender::new(config.host_cache),
                 events: EventPools::of(context),
                 log: RareLog::default(),
                 handles: AtomicUsize::new(1),

@@ -4,7 +4,7 @@
 //! [`recreate`] continues from there, and so does the next attempt if that fails too.
 
 use crate::allocator::physical::commit::PhysicalConfig;
-use crate::allocator::suspend::host::HostCopy;
+use crate::allocator::suspend::host::{HostCopy, Placement};
 use crate::allocator::suspend::{SuspendedHandle, Suspension};
 use crate::driver::{DriverError, Entered, HostAllocation, Stream};
 use crate::error::Error;
@@ -19,13 +19,22 @@ pub(crate) fn save_contents(
     spare: &mut Vec<HostAllocation>,
 ) -> Result<(), Error> {
     let bytes = suspension.kept_bytes();
-    suspension.copy = HostCopy::new(entered, suspension.contents, bytes, spare)?;
-    let pieces = suspension.copy.pieces(&suspension.kept);
-    let copied = pieces.into_iter().try_for_each(|(from, to, bytes)| {
-        // SAFETY: the memory is mapped and no work writes there, and the host memory is kept until the copy is
-        // complete.
-        unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
+    let mut copy = HostCopy::default();
+    let mut placement = Placement::new(&suspension.kept);
+    // Parts are copied while other threads lock further ones.
+    let filled = copy.fill(entered, suspension.contents, bytes, spare, |host, room| {
+        let mut pieces = placement.place(host, room).into_iter();
+        pieces.try_for_each(|(from, to, bytes)| {
+            // SAFETY: the memory is mapped and no work writes there, and the host memory is kept until the copy is
+            // complete.
+            unsafe { entered.copy_device_to_host(to.cast(), from, bytes as usize, stream.raw()) }
+        })
     });
+    suspension.copy = copy;
+    let copied = match filled {
+        Err(Error::Driver(error)) => Err(error),
+        filled => filled.map(Ok)?,
+    };
     let saved = wait_for_copies(entered, stream, copied);
     suspension.unseen = matches!(saved, Err(FailedCopy { seen: false, .. }));
     if let Err(FailedCopy { seen: true, .. }) = saved {

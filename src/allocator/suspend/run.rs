@@ -213,8 +213,8 @@ impl Drop for Work<'_> {
         heap.suspended.under_way.clear();
         drop(heap);
         // Pageable memory is freed without the lock.
-        let mut spare = copies.into_iter().flat_map(HostCopy::into_spare).collect();
-        process::lock(&self.engine.suspender.spare).append(&mut spare);
+        let spare = copies.into_iter().flat_map(HostCopy::into_spare).collect();
+        self.engine.suspender.keep_spare(spare);
     }
 }
 
@@ -355,7 +355,7 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
 
 /// Releases unused memory that is not suspended.
 fn trim_unused(engine: &Engine) -> Result<(), Error> {
-    match close::trim(engine, 0) {
+    match close::trim_device(engine, 0) {
         Err(Error::ContextLost(error)) => Err(Error::ContextLost(error)),
         // Memory that could not be released stays where it was.
         _ => Ok(()),
@@ -381,14 +381,14 @@ fn copy_stream(engine: &Engine, suspensions: &[Suspension]) -> Result<Option<Str
 fn release_all(engine: &Engine, suspensions: &mut [Suspension]) -> Result<(), Error> {
     let stream = copy_stream(engine, suspensions)?;
     let entered = engine.context.enter().map_err(|e| engine.error(e))?;
-    let mut spare = std::mem::take(&mut *process::lock(&engine.suspender.spare));
+    let mut spare = engine.suspender.take_spare();
     let saved = suspensions.iter_mut().try_for_each(|one| match &stream {
         Some(stream) if !one.kept.is_empty() => {
             commit::save_contents(&entered, stream, one, &mut spare)
         }
         _ => Ok(()),
     });
-    process::lock(&engine.suspender.spare).append(&mut spare);
+    engine.suspender.keep_spare(spare);
     match saved {
         Err(Error::Driver(error)) => return Err(engine.error(error)),
         saved => saved?,

@@ -391,6 +391,8 @@ table! {
     cuMemGetInfo_v2(a: *mut usize, b: *mut usize);
     cuMemHostAlloc(a: *mut *mut c_void, b: usize, c: c_uint);
     cuMemFreeHost(a: *mut c_void);
+    cuMemHostRegister_v2(a: *mut c_void, b: usize, c: c_uint);
+    cuMemHostUnregister(a: *mut c_void);
     cuMemsetD8Async(a: CUdeviceptr, b: c_uchar, c: usize, d: CUstream)
         => |tracker| tracker.works(d, &[(a, c as u64)]);
     cuMemsetD32Async(a: CUdeviceptr, b: c_uint, c: usize, d: CUstream)
