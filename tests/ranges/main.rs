@@ -16,3 +16,4 @@ mod random;
 mod reuse;
 mod support;
 mod suspended;
+mod threads;
