@@ -390,7 +390,10 @@ impl Ranges {
     ) -> Vec<Taken> {
         let (mut taken, mut left) = (Vec::new(), most);
         for (id, range) in &mut self.map {
-            if !range.is_open() && own != Some(*id) {
+            // Ranges may have many granules, and usually all of them are committed.
+            if range.held() == range.bytes(State::Committed)
+                || (!range.is_open() && own != Some(*id))
+            {
                 continue;
             }
             let layout = range.layout;
@@ -497,7 +500,8 @@ impl Ranges {
         streams: &Streams,
         wanted: impl Fn(u64, &Layout, u64, &Granule) -> bool,
     ) -> u64 {
-        let present = self.map.iter().filter(|(_, range)| !range.away);
+        let leaving = |range: &Range| !range.away && range.bytes(State::Leaving) > 0;
+        let present = self.map.iter().filter(|(_, range)| leaving(range));
         let settled = present.map(|(id, range)| {
             let granules = range.granules.iter().filter(|(index, granule)| {
                 Range::is_settled(granule, streams) && wanted(*id, &range.layout, **index, granule)
