@@ -494,23 +494,6 @@ impl Ranges {
         })
     }
 
-    /// Returns the bytes of the wanted leaving granules whose uses are complete.
-    pub(crate) fn settled_bytes(
-        &self,
-        streams: &Streams,
-        wanted: impl Fn(u64, &Layout, u64, &Granule) -> bool,
-    ) -> u64 {
-        let leaving = |range: &Range| !range.away && range.bytes(State::Leaving) > 0;
-        let present = self.map.iter().filter(|(_, range)| leaving(range));
-        let settled = present.map(|(id, range)| {
-            let granules = range.granules.iter().filter(|(index, granule)| {
-                Range::is_settled(granule, streams) && wanted(*id, &range.layout, **index, granule)
-            });
-            granules.count() as u64 * range.layout.row()
-        });
-        settled.sum()
-    }
-
     /// Returns the number of uses that keep the slot of a stream.
     pub(crate) fn uses_of(&self, stream: u32) -> u64 {
         let of_range = |range: &Range| {

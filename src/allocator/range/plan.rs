@@ -92,29 +92,6 @@ fn idle(heap: &Heap, bytes: u64) -> impl Iterator<Item = (SpaceId, u64)> {
         .map(|(space, addr, _)| (space, addr))
 }
 
-/// Selects the leaving granules that may serve a commit of a span.
-fn fitting(id: u64, span: &Span<u64>, size: u64) -> impl Fn(u64, &Layout, u64, &Granule) -> bool {
-    move |of, layout, index, granule| {
-        let outside = of != id || !span.contains(&index);
-        outside && layout.granule == size && granule.state == State::Leaving
-    }
-}
-
-/// Returns the bytes that a commit would have to obtain from the driver.
-pub(crate) fn lacking(heap: &Heap, id: u64, span: &Span<u64>) -> u64 {
-    let Some(range) = heap.ranges.map.get(&id) else {
-        return 0;
-    };
-    let bytes = missing(heap, id, span).len() as u64 * range.layout.row();
-    if bytes == 0 {
-        return 0;
-    }
-    let granule = range.layout.granule;
-    let fits = fitting(id, span, granule);
-    let leaving = heap.ranges.settled_bytes(&heap.streams, fits);
-    bytes.saturating_sub(leaving + idle(heap, granule).count() as u64 * granule)
-}
-
 /// Claims the memory for the granules of a span that have none: granules that have left their ranges, idle handles, and
 /// for the rest room to create them.
 pub(crate) fn plan(heap: &mut Heap, id: u64, span: &Span<u64>) -> Work {
@@ -138,7 +115,10 @@ pub(crate) fn plan(heap: &mut Heap, id: u64, span: &Span<u64>) -> Work {
     }
     let cells = fills.len() * layout.stripes as usize;
     let bytes = cells as u64 * layout.granule;
-    let fits = fitting(id, span, layout.granule);
+    let fits = |of: u64, other: &Layout, index: u64, granule: &Granule| {
+        let outside = of != id || !span.contains(&index);
+        outside && other.granule == layout.granule && granule.state == State::Leaving
+    };
     work.taken = heap
         .ranges
         .take_settled(&heap.streams, Some(id), bytes, fits);

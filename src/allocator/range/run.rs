@@ -12,7 +12,7 @@ use crate::allocator::graph::run::pools;
 use crate::allocator::inspect::shortage::out_of_memory_in_range;
 use crate::allocator::plan;
 use crate::allocator::plan::release::ARENAS;
-use crate::allocator::range::plan::{apply, awaited, lacking, revert};
+use crate::allocator::range::plan::{apply, awaited, revert};
 use crate::allocator::range::{Granule, Layout, State, commit, plan as work_plan};
 use crate::allocator::stream::slot::{Slot, StreamKey};
 use crate::allocator::suspend::{Target, discard};
@@ -100,10 +100,8 @@ impl Drop for Claim<'_> {
 
 /// The progress of a commit that found too little memory.
 struct Search {
-    /// Whether idle memory was looked for.
+    /// Whether idle memory was looked for, and the free memory of the device was queried.
     looked: bool,
-    /// Whether the free memory of the device was queried.
-    queried: bool,
     /// Hooks that remain to be called, once they have been collected.
     hooks: Option<std::vec::IntoIter<ReliefHook>>,
     synchronised: bool,
@@ -127,7 +125,6 @@ pub(crate) fn commit(
     };
     let mut search = Search {
         looked: false,
-        queried: false,
         hooks: None,
         synchronised: false,
         refusal: None,
@@ -223,27 +220,28 @@ fn fill(
     if engine.lock().ranges.leaving > 0 {
         poll(engine)?;
     }
-    if lacking(&*engine.open()?, id, span) > 0 {
-        if !std::mem::replace(&mut search.looked, true) {
-            find_idle(engine)?;
-        }
-        if !std::mem::replace(&mut search.queried, true) {
-            device::query_device(engine);
-        }
-    }
-    let mut work = {
-        let heap = &mut *engine.open()?;
-        let held = heap.counted();
-        let work = work_plan::plan(heap, id, span);
-        let (room, create) = (heap.physical.room(held), work.create);
-        if create > 0 && heap.physical.choose_regime(held + create).is_some() {
-            heap.recorder.record_regime(heap.physical.regime);
-        }
-        if create > room {
+    let mut work = loop {
+        let first = !search.looked;
+        let create = {
+            let heap = &mut *engine.open()?;
+            let held = heap.counted();
+            let work = work_plan::plan(heap, id, span);
+            let (room, create) = (heap.physical.room(held), work.create);
+            if create > 0 && heap.physical.choose_regime(held + create).is_some() {
+                heap.recorder.record_regime(heap.physical.regime);
+            }
+            if create == 0 || (create <= room && !first) {
+                break work;
+            }
             revert(heap, id, work, Vec::new());
+            create
+        };
+        if !first {
             return Ok(Some(create));
         }
-        work
+        search.looked = true;
+        find_idle(engine)?;
+        device::query_device(engine);
     };
     let maker = engine.maker();
     segments::report(engine, SegmentChange::Death, None, work.at_home());
