@@ -135,6 +135,13 @@ def _functions():
         "cualloc_pool_footprint": (code, [handle, to(Footprint)]),
         "cualloc_suspend": (code, [handle, ctypes.c_int32, text, ctypes.c_int32, to(number)]),
         "cualloc_resume": (code, [handle, ctypes.c_int32, text, to(number)]),
+        "cualloc_range_create": (code, [handle, number, pointer, to(handle), to(number)]),
+        "cualloc_range_commit": (code, [handle, number, number, pointer]),
+        "cualloc_range_decommit": (code, [handle, number, number, pointer]),
+        "cualloc_range_record": (code, [handle, number, number, pointer]),
+        "cualloc_range_stats": (code, [handle, pointer]),
+        "cualloc_range_map": (code, [handle, to(number), ctypes.c_size_t]),
+        "cualloc_range_destroy": (code, [handle, pointer]),
         "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
         "cualloc_torch_pool_newest": (number, []),
         "cualloc_torch_pool_name": (code, [number, to(ctypes.c_int32), to(PoolId)]),
@@ -354,15 +361,21 @@ def tags():
         return list(_tagged)
 
 
-@contextlib.contextmanager
-def tagged(device, tag):
-    """Tags everything that the thread allocates on a device within the context manager."""
+def tag_pool(device, tag):
+    """Returns the pool of a tag on a device, which is created if there is none; from then on the tag is known."""
     with _lock:
         pool = _tagged.get((device, tag))
         if pool is None:
             made = ctypes.c_void_p()
             checked(LIBRARY.cualloc_pool_create_tagged(allocator(device), without_null(tag.encode()), ctypes.byref(made)))
             pool = _tagged[device, tag] = made.value
+        return pool
+
+
+@contextlib.contextmanager
+def tagged(device, tag):
+    """Tags everything that the thread allocates on a device within the context manager."""
+    pool = tag_pool(device, tag)
     which, number = Scope(struct_size=ctypes.sizeof(Scope), kind=SCOPE_THREAD), ctypes.c_uint64()
     checked(LIBRARY.cualloc_pool_enter(pool, ctypes.byref(which), ctypes.byref(number)))
     try:

@@ -536,6 +536,21 @@ def graph_pool(pool, device=None):
     return _library.graph_pool(_device(device), pool)
 
 
+def reserve(nbytes, granule=None, stripes=1, tag=None, device=None):
+    """Reserves addresses for a tensor of up to `nbytes` bytes that grows and shrinks in place, for example a cache of keys
+    and values. Memory is committed and decommitted in granules: a power of two from 2 MiB, the default, to 64 MiB.
+
+        cache = cualloc.torch.reserve(64 << 30, granule=32 << 20)
+        cache.commit(0, 1 << 30)
+        keys = cache.tensor[: 1 << 30].view(torch.bfloat16)
+
+    With `stripes` the tensor has that many rows of `nbytes`, which are committed together. A `tag` is that of `sleep` and
+    `wake`. Decommitted memory serves tensors of cualloc and other ranges."""
+    from cualloc._torch_range import Range
+
+    return Range(nbytes, granule, stripes, tag, _device(device))
+
+
 # ---- sleep ---------------------------------------------------------------------------------------------------------
 
 

@@ -643,6 +643,40 @@ def captures_beside_each_other_fail_alone(**contract):
     ours.check()
 
 
+def ranges_grow_in_place():
+    at = graphs()
+    ours, call = at.ours, at.call
+    granule = 2 << 20
+    cache = ours.reserve(63 * granule + 1, tag="cache")
+    assert cache.nbytes == 64 * granule and cache.committed == 0
+    assert cache.tensor.shape == (64 * granule,) and cache.tensor.device == 0
+    cache.commit(granule - 1, 4 * granule + 1)
+    assert cache.committed == 5 * granule and cache.map() == [True] * 5 + [False] * 59
+    address = ctypes.c_uint64(cache.tensor.data_ptr + 4 * granule)
+    assert at.driver.cuMemsetD8Async(address, 7, ctypes.c_size_t(granule), ctypes.c_void_p(at.mine)) == 0
+    cache.record(0, granule, ours.torch.cuda.ExternalStream(at.mine))
+    cache.decommit(1, 2 * granule)
+    assert cache.map()[:3] == [True, False, True] and ours.stats()["ranges"] == 5 * granule
+    assert ours.stats()["ranges_leaving"] == granule
+    # What was decommitted returns to the driver, too, and does not come back.
+    assert ours.sleep("cache") == 5 * granule and ours.stats()["ranges"] == 0
+    raises(ours._library.Error, "suspended", cache.commit, 0, 1)
+    assert ours.wake("cache") == 4 * granule
+    rows = ours.reserve(4 * granule, granule=2 * granule, stripes=3)
+    rows.commit(0, 1)
+    assert rows.tensor.shape == (3, 4 * granule) and rows.committed == 6 * granule
+    raises(ValueError, "expected lo <= hi", rows.commit, 2, 1)
+    raises(ours._library.Error, "granule", ours.reserve, granule, granule=3)
+    raises(ours._library.OutOfMemory, "out of memory", ours.reserve(1 << 40).commit, 0, 1 << 40)
+    with rows:
+        pass
+    cache.close()
+    cache.close()
+    block = call["alloc"](LAYER, 0, at.mine)
+    call["free"](block, LAYER, 0, at.mine)
+    ours.check()
+
+
 def tags_sleep_and_wake():
     at = graphs()
     torch, ours, call = at.torch, at.ours, at.call

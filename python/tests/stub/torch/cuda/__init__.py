@@ -26,7 +26,7 @@ class MemPool:
         self.allocator, self.use_on_oom = allocator, use_on_oom
 
 
-def current_stream():
+def current_stream(device=None):
     return SimpleNamespace(cuda_stream=graphs.current.stream)
 
 
