@@ -320,7 +320,12 @@ History &history = *new History;
 void History::segments(void *data, std::int32_t change, const cualloc_mapped_segment_t *segments, std::size_t count) {
     if (!history.watches()) return;
     const auto device = static_cast<c10::DeviceIndex>(reinterpret_cast<std::intptr_t>(data));
-    const auto action = change == CUALLOC_SEGMENT_BIRTH ? TraceEntry::SEGMENT_MAP : TraceEntry::SEGMENT_UNMAP;
+    const bool born = change == CUALLOC_SEGMENT_BIRTH;
+    // NCCL registers the segments of pools by these events, and ignores mappings.
+    const auto action_in = [born](bool pool) {
+        if (pool) return born ? TraceEntry::SEGMENT_ALLOC : TraceEntry::SEGMENT_FREE;
+        return born ? TraceEntry::SEGMENT_MAP : TraceEntry::SEGMENT_UNMAP;
+    };
     std::vector<TraceEntry> entries;
     try {
         const Context context = history.context(RecordContext::ALLOC);
@@ -329,6 +334,7 @@ void History::segments(void *data, std::int32_t change, const cualloc_mapped_seg
             for (std::size_t i = 0; i < count; i++) {
                 Known known{nullptr, segments[i].bytes, nullptr, device};
                 known.pool = history.pool_of(device, segments[i].pool);
+                const auto action = action_in(segments[i].pool != 0);
                 entries.push_back(entry(action, segments[i].address, known, context));
             }
         }
