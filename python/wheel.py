@@ -65,6 +65,7 @@ def main(folder, version, platform, out):
         with open(os.path.join(ROOT, name), "rb") as file:
             files[f"{about}/licenses/{name}"] = file.read()
     files[f"{about}/METADATA"] = metadata(version).encode()
+    files[f"{about}/entry_points.txt"] = b"[vllm.general_plugins]\ncualloc = cualloc.vllm:register\n"
     wheel = f"Wheel-Version: 1.0\nGenerator: cualloc\nRoot-Is-Purelib: false\nTag: {tag}\n"
     files[f"{about}/WHEEL"] = wheel.encode()
     record = f"{about}/RECORD"

@@ -762,6 +762,70 @@ def tags_sleep_and_wake():
     ours.check(1)
 
 
+def vllm_sleeps_by_tags():
+    """What vLLM's worker does with a back end of its sleep mode."""
+    import importlib
+    import importlib.metadata
+
+    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    at = graphs()
+    (plugin,) = importlib.metadata.entry_points(group="vllm.general_plugins")
+    register = plugin.load()
+    register()
+    raises(AssertionError, "own allocator", CuMemAllocator.get_instance)
+    os.environ["CUALLOC_VLLM"] = "1"
+    register()
+    module, kind = SleepModeBackendFactory.names["cualloc"]
+    backend = getattr(importlib.import_module(module), kind)
+    assert backend.is_supported() and backend.preserves_communicators()
+    backend, memory = backend(), CuMemAllocator.get_instance()
+
+    def value(address, new=None):
+        """Writes a byte of a block, or reads it."""
+        byte, stream = ctypes.c_ubyte(new or 0), ctypes.c_void_p(at.mine)
+        if new is not None:
+            return at.driver.cuMemsetD8Async(ctypes.c_uint64(address), byte, ctypes.c_size_t(LAYER), stream)
+        assert at.driver.cuMemcpyDtoHAsync_v2(ctypes.byref(byte), ctypes.c_uint64(address), ctypes.c_size_t(1), stream) == 0
+        assert at.driver.cuStreamSynchronize(stream) == 0
+        return byte.value
+
+    assert memory.get_current_usage() == 0 and backend.state() == "RUNNING"
+    blocks = {}
+    for number, tag in enumerate(("weights", "kv_cache", "runtime", None)):
+        with memory.use_memory_pool(tag=tag):
+            blocks[tag] = at.call["alloc"](LAYER, 0, at.mine)
+        assert value(blocks[tag], number + 1) == 0
+    assert memory.get_current_usage() == 4 * LAYER
+    with memory.cudagraph_pool() as pool:
+        assert len(pool) == 2
+    # Level 1 keeps the weights, and a selective wake leaves the cache asleep.
+    backend.suspend(1)
+    assert backend.state() == "SUSPENDED" and memory.get_current_usage() == 0
+    backend.resume(["weights"])
+    assert memory.get_current_usage() == 3 * LAYER
+    assert value(blocks["weights"]) == 1 and value(blocks["runtime"]) == 3
+    backend.resume()
+    assert backend.state() == "RUNNING" and memory.get_current_usage() == 4 * LAYER
+    # Level 2 keeps what vLLM cannot load again.
+    backend.suspend(2)
+    backend.resume(None)
+    assert value(blocks["runtime"]) == 3
+    value(blocks["weights"], 5)
+    backend.discard(("kv_cache", "unknown"))
+    assert backend.state() == "SUSPENDED" and memory.get_current_usage() == 3 * LAYER
+    memory.wake_up(["kv_cache"])
+    assert value(blocks["weights"]) == 5 and memory.get_current_usage() == 4 * LAYER
+    memory.sleep("weights")
+    memory.wake_up()
+    assert value(blocks["weights"]) == 5
+    for block in blocks.values():
+        at.call["free"](block, LAYER, 0, at.mine)
+    memory.close()
+    at.ours.check()
+
+
 def tags_need_the_allocator():
     import cualloc.torch
 
@@ -1291,7 +1355,7 @@ def the_package_describes_itself():
     assert about["Author"] and about["Keywords"] and about.get_all("Classifier")
     urls = dict(url.split(", ") for url in about.get_all("Project-URL"))
     assert {"Repository", "Documentation", "Issues"} <= urls.keys(), urls
-    for module, product in (("torch", "PyTorch"), ("cupy", "CuPy"), ("rmm", "RMM")):
+    for module, product in (("torch", "PyTorch"), ("cupy", "CuPy"), ("rmm", "RMM"), ("vllm", "vLLM")):
         sys.modules[module] = None
         words = f"cualloc.{module} requires {product}, which is not installed"
         error = raises(ImportError, words, importlib.import_module, f"cualloc.{module}")

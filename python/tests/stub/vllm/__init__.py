@@ -1,0 +1,1 @@
+"""A part of vLLM: its interface for memory that sleeps."""

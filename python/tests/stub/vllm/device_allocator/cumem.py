@@ -1,0 +1,4 @@
+class CuMemAllocator:
+    @staticmethod
+    def get_instance():
+        raise AssertionError("vLLM's own allocator was asked for")
