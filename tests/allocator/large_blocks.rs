@@ -175,6 +175,11 @@ fn s1_13_a_second_free_of_a_block_in_a_large_cache_is_refused() {
         assert!(allocator.block_of(ptr).is_none());
         assert_eq!(allocator.usable_size(ptr), None);
         assert!(allocator.guard(ptr, 512).is_err());
+        // Without these queries, which look into the heap, the block is in a cache again.
+        make_used(&allocator, &a);
+        let ptr = allocator.allocate(LARGE, &a).unwrap().into_raw();
+        allocator.raw_free(ptr).unwrap();
+        assert_matches!(allocator.raw_free(ptr), Err(Error::NotLive { .. }));
     });
 }
 
