@@ -1375,7 +1375,7 @@ int32_t cualloc_range_commit(struct cualloc_range_t *range,
                              void *stream);
 
 /**
- * Takes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work submitted
+ * Removes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work submitted
  * to the stream so far has ended, and that of the streams named by cualloc_range_record. It must not be used any more,
  * not even by a graph that was captured before. Granules without memory are ignored.
  *

@@ -1,11 +1,11 @@
 //! Values of callers by handle: numbers that are never dereferenced and never reused, so that an invalid one is detected.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use cualloc::held::{Locked, Mutex};
 
-use crate::options;
-use crate::results::{CUALLOC_CLOSED, Failure};
+use crate::results::{CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, Failure};
 
 const SHIFT: u32 = 4;
 
@@ -23,6 +23,17 @@ struct Known<T> {
     made: u64,
 }
 
+/// Fails in a forked child of the process that first called this: a thread that does not exist there may hold a lock.
+pub(crate) fn refuse_child() -> Result<(), Failure> {
+    static PROCESS: OnceLock<u32> = OnceLock::new();
+    let now = std::process::id();
+    if *PROCESS.get_or_init(|| now) == now {
+        return Ok(());
+    }
+    let why = "the process is a forked child";
+    Err(Failure::Reason(CUALLOC_CONTEXT_LOST, why))
+}
+
 impl<T> HandleTable<T> {
     pub(crate) const fn new(prefix: u16, closed: &'static str) -> HandleTable<T> {
         let known = Known {
@@ -37,7 +48,7 @@ impl<T> HandleTable<T> {
     }
 
     fn known(&self) -> Result<Locked<'_, Known<T>>, Failure> {
-        options::refuse_child()?;
+        refuse_child()?;
         Ok(self.known.lock())
     }
 

@@ -1,14 +1,13 @@
 //! Options by handle.
 
 use std::collections::BTreeMap;
-use std::sync::OnceLock;
 
 use cualloc::Config;
 
 use crate::cualloc_options_t;
 use crate::device::Source;
 use crate::handle_table::HandleTable;
-use crate::results::{CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
 
 static OPTIONS: HandleTable<Options> = HandleTable::new(
     0xca11,
@@ -20,17 +19,6 @@ static OPTIONS: HandleTable<Options> = HandleTable::new(
 pub(crate) struct Options {
     pub(crate) source: Source,
     settings: BTreeMap<String, String>,
-}
-
-/// Fails in a forked child of the process that first called this: a thread that does not exist there may hold a lock.
-pub(crate) fn refuse_child() -> Result<(), Failure> {
-    static PROCESS: OnceLock<u32> = OnceLock::new();
-    let now = std::process::id();
-    if *PROCESS.get_or_init(|| now) == now {
-        return Ok(());
-    }
-    let why = "the process is a forked child";
-    Err(Failure::Reason(CUALLOC_CONTEXT_LOST, why))
 }
 
 pub(crate) fn add() -> Result<*mut cualloc_options_t, Failure> {

@@ -11,7 +11,7 @@ use cualloc::held::{Locked, Mutex};
 use cualloc::{Allocator, Error, Tag};
 
 use crate::results::{CUALLOC_CLOSED, CUALLOC_INVALID_ARGUMENT, Failure, NULL};
-use crate::{cualloc_pool_t, cualloc_t, handles, options};
+use crate::{cualloc_pool_t, cualloc_t, handle_table, handles};
 
 /// No valid address on a 64-bit processor has this prefix, and no other handle does.
 const MARK: u64 = 0xca12_0000_0000_0000;
@@ -62,7 +62,7 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
         pools: 0,
         scopes: 0,
     });
-    options::refuse_child()?;
+    handle_table::refuse_child()?;
     Ok(KNOWN.lock())
 }
 

@@ -8,7 +8,7 @@ use cualloc::held::{Locked, Mutex};
 use cualloc::record::{Context, Recorder, RecorderError, Target, set_stack_source};
 
 use crate::entry::{call, clear_result, text, value};
-use crate::options;
+use crate::handle_table;
 #[cfg(unix)]
 use crate::results::NULL;
 use crate::results::{CUALLOC_BUSY, CUALLOC_INVALID_ARGUMENT, Failure};
@@ -19,7 +19,7 @@ static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
 /// Locks the recording. Fails in a forked child: it has no recording, and a thread that does not exist there may hold
 /// the lock.
 fn recorder() -> Result<Locked<'static, Option<Recorder>>, Failure> {
-    options::refuse_child()?;
+    handle_table::refuse_child()?;
     Ok(RECORDER.lock())
 }
 
@@ -247,7 +247,7 @@ pub unsafe extern "C" fn cualloc_record_stop(events: *mut u64, lost: *mut u64) -
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_context(name: *const c_char) -> u32 {
     value(|| {
-        options::refuse_child()?;
+        handle_table::refuse_child()?;
         // SAFETY: the caller's contract.
         let name = unsafe { text(name, "a name is not UTF-8") }?;
         Ok(Context::new(name).id())

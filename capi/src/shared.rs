@@ -9,7 +9,7 @@ use cualloc::held::{Locked, Mutex};
 use crate::entry::{call, give, value};
 use crate::options::{self, Options};
 use crate::results::{CUALLOC_BUSY, CUALLOC_UNSUPPORTED, Failure};
-use crate::{cualloc_options_t, cualloc_t, device, handles};
+use crate::{cualloc_options_t, cualloc_t, device, handle_table, handles};
 
 /// The number of devices that can have a shared allocator.
 const DEVICES: usize = 128;
@@ -34,7 +34,7 @@ static SETTINGS: Mutex<Settings> = Mutex::new(Settings {
 });
 
 fn settings() -> Result<Locked<'static, Settings>, Failure> {
-    options::refuse_child()?;
+    handle_table::refuse_child()?;
     Ok(SETTINGS.lock())
 }
 

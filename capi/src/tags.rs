@@ -7,7 +7,7 @@ use cualloc::Tag;
 use cualloc::held::Mutex;
 
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure};
-use crate::{entry, options};
+use crate::{entry, handle_table};
 
 /// The maximum number of tags in a process.
 const MOST: usize = 65_536;
@@ -17,7 +17,7 @@ static TAGS: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
 /// # Safety
 /// `text` is null or zero-terminated, and stays valid while the result is used.
 unsafe fn read<'a>(text: *const c_char) -> Result<&'a str, Failure> {
-    options::refuse_child()?;
+    handle_table::refuse_child()?;
     // SAFETY: the caller's contract.
     unsafe { entry::text(text, "a tag is not UTF-8") }
 }

@@ -19,7 +19,7 @@ use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
-use crate::{cualloc_block_t, cualloc_t, handles, options, shared};
+use crate::{cualloc_block_t, cualloc_t, handle_table, handles, shared};
 
 /// Blocks whose free failed, usually because of a capture: the allocator's handle and the address.
 static DEFERRED: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
@@ -44,7 +44,7 @@ pub(crate) fn free_deferred() {
         return;
     }
     // In a forked child, a thread that does not exist there may hold the lock.
-    if options::refuse_child().is_err() {
+    if handle_table::refuse_child().is_err() {
         return;
     }
     ANY_DEFERRED.store(false, Ordering::Relaxed);

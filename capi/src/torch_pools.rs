@@ -19,7 +19,7 @@ use crate::pool_table::{self, PoolKind};
 use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
 use crate::results::{CUALLOC_NOT_LIVE, Failure};
 use crate::sources::{self, cualloc_source_t};
-use crate::{cualloc_pool_t, options, shared, torch};
+use crate::{cualloc_pool_t, handle_table, shared, torch};
 
 /// PyTorch's id of a pool, passed by value (MempoolId_t).
 #[repr(C)]
@@ -78,7 +78,7 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
         pools: BTreeMap::new(),
         open: Vec::new(),
     });
-    options::refuse_child()?;
+    handle_table::refuse_child()?;
     Ok(KNOWN.lock())
 }
 

@@ -381,7 +381,7 @@ struct Allocator final : Base {
         }
         found.device_traces.resize(c10::cuda::device_count());
         found.config_metadata.last_allocator_settings = "cualloc";
-        history.complete(found, events);
+        history.complete(found, all, events);
         return found;
     }
 
@@ -398,16 +398,12 @@ struct Allocator final : Base {
         const std::set<TraceEntry::Action> skipped;
 #endif
         history.record(enabled, recorder, entries, when, clear, skipped);
-        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
-            if (cualloc_shared_made(device)) history.follow(device);
-        }
+        follow_segments();
     }
 
     void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
         history.attach(std::move(tracker));
-        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
-            if (cualloc_shared_made(device)) history.follow(device);
-        }
+        follow_segments();
     }
 
     void recordAnnotation(const std::vector<std::pair<std::string, std::string>> &metadata) override {
@@ -550,6 +546,13 @@ private:
         std::size_t free = 0, total = 0;
         C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
         return {free, total};
+    }
+
+    // Allocators that do not exist yet are followed from their first allocation on.
+    static void follow_segments() {
+        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
+            if (cualloc_shared_made(device)) history.follow(device);
+        }
     }
 
     static void note_restored(void *memory, c10::DeviceIndex device) {

@@ -59,7 +59,10 @@ public:
             entries_.clear();
             annotations_.clear();
         }
-        if (!enabled) known_.clear();
+        if (!enabled) {
+            known_.clear();
+            pending_.clear();
+        }
         watches_ = enabled || !trackers_.empty();
     }
 
@@ -184,34 +187,21 @@ public:
         return at == known_.end() ? nullptr : at->second.context;
     }
 
-    // Adds contexts and, if wanted, events to a snapshot.
-    void complete(SnapshotInfo &snapshot, bool events) {
+    // Adds contexts and, if wanted, events to a snapshot. Completes the frees that a snapshot of all memory shows to be
+    // complete.
+    void complete(SnapshotInfo &snapshot, bool all, bool events) {
+        if (all) publish(take_completed(snapshot));
         const std::lock_guard<std::mutex> lock(mutex_);
         if (!records_) return;
         std::map<c10::DeviceIndex, std::size_t> active;
-        std::vector<std::pair<std::uintptr_t, std::uintptr_t>> pending;
         for (auto &segment : snapshot.segments) {
             std::uintptr_t at = segment.address;
             for (auto &block : segment.blocks) {
                 const auto known = block.allocated ? known_.find(at) : known_.end();
                 if (known != known_.end()) block.context_when_allocated = known->second.context;
-                if (block.active && !block.allocated) pending.emplace_back(at, at + block.size);
                 at += block.size;
             }
             active[segment.device] += segment.active_size;
-        }
-        const auto is_pending = [&](std::uintptr_t at) {
-            return std::any_of(pending.begin(), pending.end(),
-                               [at](const auto &range) { return range.first <= at && at < range.second; });
-        };
-        for (auto at = pending_.begin(); at != pending_.end();) {
-            if (is_pending(at->first)) {
-                ++at;
-                continue;
-            }
-            // Trackers learn of it with the next allocation or snapshot of theirs.
-            keep(entry(TraceEntry::FREE_COMPLETED, at->first, at->second, context_of_event(at->second.context)));
-            at = pending_.erase(at);
         }
         const auto nanoseconds = converter_.makeConverter();
         const auto microseconds = [&](auto &time) { time.t_ = nanoseconds(time.approx_t_) / 1000; };
@@ -263,6 +253,31 @@ private:
     MempoolId_t pool_of(c10::DeviceIndex device, std::uint64_t number) const {
         const auto found = pools_.find({device, number});
         return found == pools_.end() ? MempoolId_t{0, 0} : found->second;
+    }
+
+    // Frees are complete unless the snapshot lists their memory as pending.
+    std::vector<TraceEntry> take_completed(const SnapshotInfo &snapshot) {
+        std::map<std::uintptr_t, std::uintptr_t> open;
+        for (const auto &segment : snapshot.segments) {
+            std::uintptr_t at = segment.address;
+            for (const auto &block : segment.blocks) {
+                if (block.active && !block.allocated) open[at] = at + block.size;
+                at += block.size;
+            }
+        }
+        std::vector<TraceEntry> completed;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (auto at = pending_.begin(); at != pending_.end();) {
+            const auto after = open.upper_bound(at->first);
+            if (after != open.begin() && at->first < std::prev(after)->second) {
+                ++at;
+                continue;
+            }
+            completed.push_back(
+                entry(TraceEntry::FREE_COMPLETED, at->first, at->second, context_of_event(at->second.context)));
+            at = pending_.erase(at);
+        }
+        return completed;
     }
 
     // The frees of blocks whose memory is allocated again are complete.

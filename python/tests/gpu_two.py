@@ -40,18 +40,23 @@ def copies():
     return values
 
 
-def data_parallel():
-    model = nn.DataParallel(layers(512, 4).cuda(), device_ids=[0, 1])
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+def train(model, optimizer, width, rows, rank=0):
+    """Losses of training with batches of several sizes."""
+    losses = []
     for step in range(20):
-        torch.manual_seed(step)
-        x = torch.randn(256 + 64 * (step % 3), 512, device="cuda")
+        torch.manual_seed(step * 2 + rank)
+        x = torch.randn(rows + 64 * (step % 3), width, device="cuda")
         loss = (model(x) - x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
     return losses
+
+
+def data_parallel():
+    model = nn.DataParallel(layers(512, 4).cuda(), device_ids=[0, 1])
+    return train(model, torch.optim.SGD(model.parameters(), 0.1), 512, 256)
 
 
 def sharded(rank):
@@ -61,16 +66,7 @@ def sharded(rank):
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
-    for step in range(20):
-        torch.manual_seed(step * 2 + rank)
-        x = torch.randn(128 + 64 * (step % 3), 1024, device="cuda")
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    return losses
+    return train(model, torch.optim.AdamW(model.parameters(), 1e-3), 1024, 128, rank)
 
 
 def registered(rank):

@@ -224,9 +224,10 @@ impl Importer {
                 self.greeted = true;
                 Ok(Vec::new())
             }
-            Some(Request::Hello { .. }) => {
-                Err(Fault(REFUSED, "it did not make this token".to_owned()))
-            }
+            Some(Request::Hello { .. }) => Err(Fault(
+                REFUSED,
+                "the token is of another exporter".to_owned(),
+            )),
             // A malformed message, or one of a stranger.
             None => return false,
             Some(_) if !self.greeted => return false,

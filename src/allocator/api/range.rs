@@ -227,7 +227,7 @@ impl Range {
         }
     }
 
-    /// Takes the memory of all granules that lie inside a range of bytes. It serves other requests once the work
+    /// Removes the memory of all granules that lie inside a range of bytes. It serves other requests once the work
     /// submitted to `stream` so far is complete, and that of the streams [recorded](Self::record) for the granules. The
     /// memory must not be used any more, not even by a captured graph: a range has no lease of graphs.
     ///
