@@ -45,11 +45,6 @@ for work in train conv streams generate; do
             failed "$name"
         grep '^{' "$logs/$name" >>"$scratch/figures"
     done
-    # How long it is in the allocator, apart: clocks take time.
-    name=$work-timed
-    CUALLOC_TIMED=1 timeout 100 "$python" python/tests/gpu_torch.py cualloc "$work" >"$logs/$name" 2>&1 </dev/null ||
-        failed "$name"
-    grep '^{' "$logs/$name" | sed 's/"allocator": "cualloc"/"allocator": "timed"/' >>"$scratch/figures"
 done
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -gt 1 ]; then
@@ -79,7 +74,6 @@ for work, allocator in list(rows):
     if allocator != "cualloc" or (work, "native") not in rows:
         continue
     ours, native = rows[work, allocator], rows[work, "native"]
-    timed = rows.get((work, "timed"), {})
     same = "the same losses"
     if ours["losses"] != native["losses"]:
         same = "OTHER LOSSES"
@@ -92,14 +86,15 @@ for work, allocator in list(rows):
             wrong.append(f"{work}: other losses")
     if ours.get("check") != "clean":
         wrong.append(f"{work}: the check did not pass")
-    if native["requested_MiB"] >= 1024 and ours["ratio"] > 1.03:
-        wrong.append(f"{work}: holds {ours['ratio']} of what was asked for")
+    # On several streams memory is bounded by what work in flight still uses.
+    ratio, bound, of = (ours["active_ratio"], 1.07, "active") if work == "streams" else (ours["ratio"], 1.03, "requested")
+    if native["requested_MiB"] >= 1024 and ratio > bound:
+        wrong.append(f"{work}: expected at most {bound} times the {of} bytes, found {ratio}")
     time = ours["step_ms"] / native["step_ms"]
     slow = ", SLOWER" if time > 1.05 else ""
     print(
         f"{work:<10} {same}; holds {ours['reserved_MiB']} MiB, native {native['reserved_MiB']}; "
-        f"{ours['ratio']} of what was asked for; step {ours['step_ms']} ms, native {native['step_ms']} ({time:.3f}{slow}); "
-        f"in the allocator {timed.get('inside_ms', '?')} ms a step, {timed.get('inside_us_a_call', '?')} us a call"
+        f"{ours['ratio']} of what was asked for; step {ours['step_ms']} ms, native {native['step_ms']} ({time:.3f}{slow})"
     )
 print(*wrong, sep="\n")
 sys.exit(1 if wrong else 0)

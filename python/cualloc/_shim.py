@@ -67,7 +67,7 @@ def _compiled():
             raise Unavailable(f"cannot read {path}: {error.strerror}") from None
     path = os.path.join(_cache(), _name(f"-{key.hexdigest()[:16]}"))
     if not os.path.exists(path):
-        _compile(path)
+        build(_SOURCE, path, _LIBRARY)
     return path
 
 
@@ -76,19 +76,19 @@ def _cache():
     return os.path.join(home, "cualloc")
 
 
-def _compile(path):
-    """Compiles the library against the installed PyTorch; raises Unavailable."""
+def build(source, path, *libraries):
+    """Compiles a library from `source` and `libraries` against the installed PyTorch; raises Unavailable."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if not compiler or shutil.which(compiler[0]) is None:
         raise Unavailable("there is no C++ compiler (g++, or the one that CXX names)")
     root = os.path.dirname(os.path.abspath(torch.__file__))
     includes = [_HERE, os.path.join(root, "include"), os.path.join(root, "include/torch/csrc/api/include")]
     includes += _cuda_headers(root)
-    libraries = os.path.join(root, "lib")
     command = [*compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     command += [f"-isystem{include}" for include in includes]
-    command += [_SOURCE, _LIBRARY, f"-L{libraries}", "-ltorch_cuda", "-lc10_cuda", "-lc10", "-Wl,-z,nodelete"]
+    command += [source, *libraries, f"-L{os.path.join(root, 'lib')}", "-ltorch_cuda", "-lc10_cuda", "-lc10"]
+    command += ["-Wl,-z,nodelete"]
     # The CUDA runtime is loaded with PyTorch.
     command += ["-Wl,--unresolved-symbols=ignore-all", "-Wl,--allow-shlib-undefined"]
     try:
@@ -98,11 +98,11 @@ def _compile(path):
             ended = subprocess.run([*command, "-o", made], capture_output=True, text=True, timeout=_SECONDS)
             if ended.returncode != 0:
                 first = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr[:200])
-                raise Unavailable(f"{compiler[0]} cannot compile {_SOURCE}: {first.strip()}")
+                raise Unavailable(f"{compiler[0]} cannot compile {source}: {first.strip()}")
             # Other processes may compile it, too: the last one's is as good as the first one's.
             os.replace(made, path)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"cannot compile {_SOURCE}: {error}") from None
+        raise Unavailable(f"cannot compile {source}: {error}") from None
 
 
 def _cuda_headers(root):

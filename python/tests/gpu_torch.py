@@ -1,8 +1,8 @@
-"""One program of PyTorch on a GPU, which prints one line of JSON: gpu_torch.py native|cualloc WORK
+"""One program of PyTorch on a GPU, which prints one line of JSON: gpu_torch.py ALLOCATOR WORK [STEPS]
 
-With CUALLOC_TIMED set it tells how long it was in the allocator, which takes time itself.
-
-The work is train, conv, streams or generate. Its numbers are the same on each run where PyTorch is deterministic.
+ALLOCATOR: native, expandable, pluggable (ours through PyTorch's pluggable interface) or cualloc. WORK: train, conv,
+streams or generate; its values are the same in each run where PyTorch is deterministic. If CUALLOC_TIMED names a
+folder, the calls of the allocator in the second half of the steps are timed (meter.py).
 """
 
 import hashlib
@@ -11,23 +11,37 @@ import os
 import sys
 import time
 
+allocator, work = sys.argv[1:3]
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+if allocator == "expandable":
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-ours, clock = sys.argv[1] == "cualloc", None
+ours, meter = allocator in ("cualloc", "pluggable"), None
 if ours:
     import cualloc.torch
-    import timed
 
-    clock = timed.install() if os.environ.get("CUALLOC_TIMED") else cualloc.torch.install()
+    cualloc.torch.install(subclass=allocator == "cualloc")
+if os.environ.get("CUALLOC_TIMED"):
+    from meter import Meter
+
+    meter = Meter(os.environ["CUALLOC_TIMED"])
 torch.manual_seed(0)
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.backends.cudnn.benchmark = False
 torch.set_float32_matmul_precision("high")
 losses, times = [], []
+
+
+def timed(start, steps):
+    """Notes the time of a step. The meter forgets the first half of the steps."""
+    times.append(time.perf_counter() - start)
+    if meter and len(times) == steps // 2:
+        torch.cuda.synchronize()
+        meter.reset()
 
 
 class Block(nn.Module):
@@ -71,12 +85,12 @@ def between(low, high, generator):
     return int(torch.randint(low, high, (1,), generator=generator))
 
 
-def step(model, loss, optimizer, start):
+def step(model, loss, optimizer, start, steps):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     losses.append(loss.item())
-    times.append(time.perf_counter() - start)
+    timed(start, steps)
 
 
 def train(steps=24):
@@ -89,7 +103,7 @@ def train(steps=24):
         start = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
             loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-        step(model, loss, optimizer, start)
+        step(model, loss, optimizer, start, steps)
 
 
 def conv(steps=30):
@@ -107,7 +121,7 @@ def conv(steps=30):
         x = torch.randn(count, 3, size, size, generator=g).cuda()
         y = torch.randint(0, 100, (count,), generator=g).cuda()
         start = time.perf_counter()
-        step(model, F.cross_entropy(model(x), y), optimizer, start)
+        step(model, F.cross_entropy(model(x), y), optimizer, start, steps)
 
 
 def streams(steps=80):
@@ -137,14 +151,14 @@ def streams(steps=80):
             torch.cuda.synchronize()
             losses.extend(float(value) for value in pending)
             pending.clear()
-        times.append(time.perf_counter() - start)
+        timed(start, steps)
 
 
-def generate(rounds=4, words=80):
+def generate(steps=4, words=80):
     """Answers word by word, with a cache that grows."""
     model, g = Model().cuda().bfloat16().eval(), torch.Generator().manual_seed(2)
     with torch.inference_mode():
-        for _ in range(rounds):
+        for _ in range(steps):
             start = time.perf_counter()
             x = torch.randint(0, 32000, (between(8, 33, g), 64), generator=g).cuda()
             caches = [None] * len(model.blocks)
@@ -154,13 +168,14 @@ def generate(rounds=4, words=80):
                     h, caches[number] = block(h, caches[number])
                 x = model.head(model.norm(h[:, -1:])).argmax(-1)
             losses.append(float(x.float().mean()))
-            times.append(time.perf_counter() - start)
+            timed(start, steps)
 
 
-{"train": train, "conv": conv, "streams": streams, "generate": generate}[sys.argv[2]]()
+{"train": train, "conv": conv, "streams": streams, "generate": generate}[work](*map(int, sys.argv[3:]))
 torch.cuda.synchronize()
 times.sort()
-inside, calls = (clock.timed_spent(), clock.timed_calls()) if clock else (None, None)
+if meter:
+    meter.stop()
 
 
 def pair(bytes, count=20_000):
@@ -175,8 +190,8 @@ def pair(bytes, count=20_000):
 figures = torch.cuda.memory_stats()
 reserved, requested = figures["reserved_bytes.all.peak"], figures["requested_bytes.all.peak"]
 result = dict(
-    allocator=sys.argv[1],
-    work=sys.argv[2],
+    allocator=allocator,
+    work=work,
     losses=hashlib.sha1(repr(losses).encode()).hexdigest()[:12],
     last=losses[-1],
     step_ms=round(1e3 * times[len(times) // 2], 3),
@@ -184,13 +199,11 @@ result = dict(
     reserved_MiB=reserved >> 20,
     requested_MiB=requested >> 20,
     ratio=round(reserved / requested, 4),
-    pair_us={"4 KiB": pair(4 << 10), "1 MiB": pair(1 << 20)},
+    active_ratio=round(reserved / figures["active_bytes.all.peak"], 4),
+    **meter.figures() if meter else {"pair_us": {"4 KiB": pair(4 << 10), "1 MiB": pair(1 << 20)}},
 )
 if ours:
     cualloc.torch.check()
     result["check"] = "clean"
-    if clock:
-        result["inside_ms"] = round(inside / 1e6 / len(times), 3)
-        result["inside_us_a_call"] = round(inside / 1e3 / max(calls, 1), 3)
     result["driver_calls"] = cualloc.torch.stats()["driver_calls"]
 print(json.dumps(result), flush=True)

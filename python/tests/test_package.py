@@ -1072,21 +1072,6 @@ def lack_of_memory_is_thrown_with_the_strings_of_earlier_versions():
     lack_of_memory_is_thrown_as_the_error_of_pytorch("-D_GLIBCXX_USE_CXX11_ABI=0")
 
 
-def time_in_the_allocator_is_measured():
-    import torch
-
-    import cualloc.torch
-    import timed
-
-    library = timed.install(limit="1G")
-    call = torch._C.current.functions
-    for _ in range(10):
-        call["free"](call["alloc"](5000, 0, None), 5000, 0, None)
-    assert cualloc.torch.stats()["blocks"]["total"] == 10
-    assert library is None or library.timed_calls() == 20 and library.timed_spent() > 0
-    cualloc.torch.check()
-
-
 def pools_take_segments():
     import torch
 
