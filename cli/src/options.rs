@@ -407,6 +407,8 @@ pub enum Work {
     FreeBlocks,
     /// A pair through a stack of resources, a workspace pool and a typed pool.
     FrontEnds,
+    /// Commits and decommits of 1 GiB of a growable range, in granules of 32 MiB.
+    Ranges,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]

@@ -2,7 +2,9 @@
 
 use super::source::Handles;
 use super::workload::{Churn, Failure, Slots, Source, pairs};
-use cualloc::Block;
+use cualloc::allocator::RangeOptions;
+use cualloc::driver::Stream;
+use cualloc::{Allocator, Block};
 use std::array;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -206,4 +208,57 @@ fn cross(source: &Handles<'_>, thread: usize, rounds: usize) -> Result<Duration,
         time += start.elapsed();
     }
     Ok(time)
+}
+
+/// Microseconds of each round, by what is measured.
+pub type Rounds = Vec<(&'static str, Vec<f64>)>;
+
+/// Commits and decommits of 1 GiB in granules of 32 MiB: from the driver, from the granules of another range, and from
+/// those that another stream decommitted. The device is idle.
+pub fn ranges(allocator: &Allocator, streams: &[Stream], scale: &Scale) -> Result<Rounds, Failure> {
+    const BYTES: u64 = 1 << 30;
+    let options = RangeOptions::new().granule(32 << 20);
+    let first = allocator.reserve_range(BYTES, options)?;
+    let second = allocator.reserve_range(BYTES, options)?;
+    let micros = |run: &dyn Fn() -> Result<(), cualloc::Error>| {
+        let start = Instant::now();
+        run()?;
+        Ok::<_, Failure>(start.elapsed().as_nanos() as f64 / 1e3)
+    };
+    let mut rounds: Rounds = [
+        "commit driver",
+        "commit idle",
+        "commit other-stream",
+        "decommit",
+        "trim",
+    ]
+    .map(|name| (name, Vec::new()))
+    .into();
+    let all = 0..BYTES;
+    for _ in 0..scale.pairs() / 200 {
+        let times = [
+            micros(&|| first.commit(all.clone(), &streams[0]))?,
+            {
+                first.decommit(all.clone(), &streams[0])?;
+                streams[0].synchronize()?;
+                micros(&|| second.commit(all.clone(), &streams[0]))?
+            },
+            {
+                second.decommit(all.clone(), &streams[0])?;
+                streams[0].synchronize()?;
+                micros(&|| first.commit(all.clone(), &streams[1]))?
+            },
+            micros(&|| first.decommit(all.clone(), &streams[1]))?,
+            {
+                streams[1].synchronize()?;
+                micros(&|| allocator.trim(0).map(drop))?
+            },
+        ];
+        for ((_, known), time) in rounds.iter_mut().zip(times) {
+            known.push(time);
+        }
+    }
+    first.close(&streams[0])?;
+    second.close(&streams[0])?;
+    Ok(rounds)
 }

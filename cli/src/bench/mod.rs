@@ -10,10 +10,10 @@ use crate::output::{self, Output, SCHEMA};
 use crate::settings::Settings;
 use crate::{Failure, Outcome, text};
 use clap::ValueEnum;
-use cualloc::Allocator;
 use cualloc::driver::{Context, Stream};
 use cualloc::record::{Recorder, Target};
-use measure::{Scale, churn, crossing, pair, threads};
+use cualloc::{Allocator, Policy};
+use measure::{Scale, churn, crossing, pair, ranges, threads};
 use serde_json::json;
 use source::{Handles, Malloc, Pointers, Stack, typed, workspaces};
 use std::io;
@@ -141,6 +141,7 @@ impl Bench<'_> {
             Work::Cross => self.crossings(&rig)?,
             Work::FreeBlocks => self.free_blocks()?,
             Work::FrontEnds => self.front_ends(&rig)?,
+            Work::Ranges => self.ranges(&rig)?,
         }
         if let Err(error) = rig.allocator.close() {
             let why = text::chain(&error);
@@ -315,6 +316,26 @@ impl Bench<'_> {
         let workspaces = workspaces(allocator, streams);
         self.pair("pair workspace", OURS, &workspaces, bytes)?;
         self.pair("pair typed-pool", OURS, &typed(allocator, streams), bytes)
+    }
+
+    fn ranges(&mut self, rig: &Rig) -> io::Result<()> {
+        if rig.allocator.policy() == Policy::Classic {
+            self.output.note("the classic policy has no ranges");
+            return Ok(());
+        }
+        let figures = match ranges(&rig.allocator, &rig.streams, &self.scale) {
+            Ok(figures) => figures,
+            Err(error) => return self.figure("range", OURS, "1 GiB", "", Err(error)),
+        };
+        for (work, mut times) in figures {
+            times.sort_by(f64::total_cmp);
+            for (case, of_100) in [("50%", 50), ("99%", 99)] {
+                let value = times.get(times.len() * of_100 / 100).copied();
+                let figure = value.ok_or_else(|| "no round was measured".into());
+                self.figure(&format!("range {work}"), OURS, case, "us", figure)?;
+            }
+        }
+        Ok(())
     }
 }
 

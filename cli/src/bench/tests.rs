@@ -1,5 +1,5 @@
 use super::line;
-use super::measure::{Scale, churn, crossing, median, pair, threads};
+use super::measure::{Scale, churn, crossing, median, pair, ranges, threads};
 use super::source::{Handles, Malloc, Pointers, Stack, typed, workspaces};
 use super::workload::Churn;
 use crate::machine::Machine;
@@ -119,4 +119,17 @@ fn sequences_are_those_of_a_cpp_program() {
         assert_eq!(churn.sizes[..4], sizes);
         assert_eq!(churn.picks[..4], picks);
     }
+}
+
+#[test]
+fn ranges_are_committed_and_returned() {
+    let scale = Scale {
+        divisor: 10,
+        ..SCALE
+    };
+    rig(|allocator, streams| {
+        let rounds = ranges(allocator, streams, &scale).unwrap();
+        assert!(rounds.iter().all(|(_, times)| times.len() == 10));
+        assert_eq!(allocator.stats().ranges, 0);
+    });
 }
