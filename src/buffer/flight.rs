@@ -60,7 +60,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
                 return Err(Refused::new(host, error));
             }
             let raw = host.raw();
-            match submit(stream, &[memory], |entered| operation(entered, raw)) {
+            match submit(stream, &[memory], false, |entered| operation(entered, raw)) {
                 // If its end cannot be marked, the copy is waited for.
                 Ok(()) => {
                     let _ = host.block.used_by(stream, memory.events());

@@ -30,7 +30,42 @@
 //! [`prepare_use`](DeviceBuffer::prepare_use) and
 //! [`finish_use`](DeviceBuffer::finish_use).
 //!
-//! Streams that are being captured into a graph are rejected: the graph could run after the buffer is freed.
+//! # Captures
+//! Under a [`Scope`](crate::allocator::Scope) of a [`GraphPool`](crate::allocator::GraphPool), buffers can be allocated
+//! directly from an [`Allocator`](crate::Allocator) on a stream that is being captured. Fills and copies between buffers
+//! become nodes of the graph and run with each of its launches. The buffer's memory must belong to a graph pool, whose
+//! addresses the graph then keeps, and its home must be in the same capture, so that it orders the nodes.
+//! Otherwise, and for operations that wait or own host memory until they are complete, the result is
+//! [`Error::Capturing`](crate::Error::Capturing). Allocate a graph's inputs on the stream that is captured, before the
+//! capture under [`Scope::Thread`](crate::allocator::Scope::Thread) or during it, and write them between launches.
+//! Outside of captures all operations on the buffer are possible; the program orders them with the launches.
+//!
+#![cfg_attr(feature = "sim", doc = "```")]
+#![cfg_attr(not(feature = "sim"), doc = "```ignore")]
+//! # use cualloc::sim::{SimConfig, Simulator};
+//! use cualloc::allocator::{Config, Scope};
+//! use cualloc::driver::sys::CUstreamCaptureMode;
+//! use cualloc::{Allocator, DeviceBuffer};
+//!
+//! # let sim = Simulator::new(SimConfig::default())?;
+//! # let context = sim.driver()?.context(0)?;
+//! let alloc = Allocator::with_config(&context, Config::new())?;
+//! let (pool, stream) = (alloc.graph_pool()?, alloc.create_stream()?);
+//!
+//! let scope = pool.enter(Scope::Thread)?;
+//! let mut input = DeviceBuffer::<u32>::zeroed(&alloc, 4, &stream)?;
+//! let capture = stream.capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+//! let mut output = DeviceBuffer::filled(&alloc, 4, 7u32, &stream)?;
+//! output.slice_mut(..2)?.copy_from(&input.slice(..2)?, &stream)?;
+//! let mut graph = capture.end()?.instantiate()?;
+//! drop(scope);
+//!
+//! input.copy_from_slice(&[1, 2, 3, 4])?;
+//! // SAFETY: both buffers live, and are used only after the launch on their stream.
+//! unsafe { graph.launch(&stream)? };
+//! assert_eq!(output.to_vec()?, [1, 2, 7, 7]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 //!
 //! # Example
 //! ```

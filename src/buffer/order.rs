@@ -111,8 +111,9 @@ impl Memory {
         })
     }
 
-    /// Whether `stream` can be ordered with the home stream.
-    fn admit(&self, stream: &Stream, id: u64) -> Result<(), Error> {
+    /// Whether `stream` can be ordered with the home stream. Returns whether it is being captured, which is an error
+    /// unless the work is `capturable`.
+    fn admit(&self, stream: &Stream, id: u64, capturable: bool) -> Result<bool, Error> {
         if process::is_forked_child() {
             return Err(Error::ForkedChild);
         }
@@ -122,11 +123,32 @@ impl Memory {
             return Err(Error::Stream(StreamMisuse::ForeignDriver));
         }
         self.at_home()?;
-        capture::refuse_capture(stream)?;
-        if id != self.stream_id {
+        let captured = capture::is_capturing(stream)?;
+        if captured {
+            self.admit_capture(stream, id, capturable)?;
+        } else if id != self.stream_id {
             capture::refuse_capture(&self.stream)?;
         }
-        self.catch_up(false)
+        self.catch_up(false)?;
+        Ok(captured)
+    }
+
+    /// Whether captured work may use the memory: it belongs to a graph pool, whose addresses the graph then keeps, and
+    /// the home is in the same capture, so that it orders all captured work on the memory.
+    #[cold]
+    fn admit_capture(&self, stream: &Stream, id: u64, capturable: bool) -> Result<(), Error> {
+        let capture = |of: &Stream| of.capture_id().ok().flatten().filter(|id| *id != 0);
+        let is_home = || id == self.stream_id;
+        if capturable
+            && let Owner::Block(block) = &*self.owner
+            && (is_home() || capture(stream).is_some_and(|id| capture(&self.stream) == Some(id)))
+            && block.record_in_pool(stream)?
+        {
+            return Ok(());
+        }
+        Err(Error::Capturing {
+            stream: stream.raw() as usize,
+        })
     }
 
     /// Makes the home wait for the streams that an earlier failure left unordered. Before the memory is freed (`last`),
@@ -190,19 +212,16 @@ impl Memory {
     /// Orders later work of `stream` after all operations on the memory so far.
     pub(crate) fn prepare_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
-        self.admit(stream, id)?;
+        let captured = self.admit(stream, id, true)?;
         self.prepare(access)?;
-        if id != self.stream_id {
-            order::order(&self.stream, stream, self.events())?;
-        }
-        Ok(())
+        Ok(self.order_behind(stream, id, captured)?)
     }
 
     /// Orders all later operations on the memory after the work of `stream` so far.
     pub(crate) fn finish_use(&self, stream: &Stream, access: Access) -> Result<(), Error> {
         let id = stream.id()?;
-        match self.admit(stream, id) {
-            Ok(()) => self.join(stream, id, access),
+        match self.admit(stream, id, true) {
+            Ok(captured) => self.join(stream, id, captured, access),
             // Captured work has not run, and this stream does not determine when it will.
             Err(Error::Capturing { stream: named }) if named == stream.raw() as usize => {
                 Err(Error::Capturing { stream: named })
@@ -215,11 +234,24 @@ impl Memory {
         }
     }
 
+    /// Makes `stream` wait for the work of the home.
+    fn order_behind(&self, stream: &Stream, id: u64, captured: bool) -> Result<(), DriverError> {
+        match captured {
+            _ if id == self.stream_id => Ok(()),
+            // Pooled events are not recorded in captures, where they could not be reused.
+            true => stream.wait_for(&self.stream),
+            false => order::order(&self.stream, stream, self.events()),
+        }
+    }
+
     /// Makes the home wait for the work of `stream`. If that fails, the next operation has to do it first.
-    fn join(&self, stream: &Stream, id: u64, access: Access) -> Result<(), Error> {
+    fn join(&self, stream: &Stream, id: u64, captured: bool, access: Access) -> Result<(), Error> {
         if id != self.stream_id {
-            self.make_home_wait(stream)
-                .inspect_err(|_| self.add_unordered(stream, id, false))?;
+            let joined = match captured {
+                true => self.stream.wait_for(stream),
+                false => self.make_home_wait(stream),
+            };
+            joined.inspect_err(|_| self.add_unordered(stream, id, false))?;
         }
         self.finish(access)
     }
@@ -235,7 +267,7 @@ impl Memory {
             return Ok(());
         }
         if now {
-            return self.join(stream, id, Access::ReadWrite);
+            return self.join(stream, id, false, Access::ReadWrite);
         }
         // The home waits for the stream before the memory is freed.
         self.add_unordered(stream, id, true);
@@ -384,10 +416,11 @@ impl From<Failed> for Error {
 }
 
 /// Submits `operation` to `stream`, ordered after all earlier operations on the memory it uses, and before all later
-/// ones.
+/// ones. An operation that is `capturable` may run again with each launch of a graph.
 pub(super) fn submit(
     stream: &Stream,
     used: &[&Memory],
+    capturable: bool,
     operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
 ) -> Result<(), Failed> {
     let before = |error: DriverError| Failed::Before(error.into());
@@ -395,22 +428,27 @@ pub(super) fn submit(
     let shared = used.iter().filter(|memory| memory.shared);
     let turn = Turn::take(shared.map(|memory| memory.key()).collect());
     let _turn = turn.map_err(Failed::Before)?;
+    let mut captured = false;
     for memory in used {
-        let ready = memory.admit(stream, id);
-        let ready = ready.and_then(|()| memory.prepare(Access::ReadWrite));
+        let admitted = memory.admit(stream, id, capturable);
+        captured |= admitted.map_err(Failed::Before)?;
+        let ready = memory.prepare(Access::ReadWrite);
         ready.map_err(Failed::Before)?;
     }
-    for memory in used.iter().filter(|memory| memory.stream_id != id) {
-        order::order(&memory.stream, stream, memory.events()).map_err(before)?;
+    for memory in used {
+        memory.order_behind(stream, id, captured).map_err(before)?;
     }
     let entered = stream.context().enter().map_err(before)?;
     // The failure may come from earlier work, so the operation may have been submitted nevertheless.
     let mut result = operation(&entered).map_err(Error::from);
     drop(entered);
     for memory in used {
-        result = result.and(memory.join(stream, id, Access::ReadWrite));
+        result = result.and(memory.join(stream, id, captured, Access::ReadWrite));
     }
     result.map_err(Failed::Submitted)?;
+    if captured {
+        return Ok(());
+    }
     // Another thread may have begun a capture since the check; then nothing has run yet.
     capture::refuse_capture(stream).map_err(Failed::Submitted)
 }
@@ -421,7 +459,7 @@ pub(super) fn submit_and_wait(
     memory: &Memory,
     operation: impl FnOnce(&Entered<'_>) -> Result<(), DriverError>,
 ) -> Ended {
-    let result = match submit(stream, &[memory], operation) {
+    let result = match submit(stream, &[memory], false, operation) {
         Ok(()) => Ok(()),
         Err(Failed::Before(error)) => return Ended::Over(Err(error)),
         Err(Failed::Submitted(error)) => Err(error),

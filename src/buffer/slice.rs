@@ -226,7 +226,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
     ///
     /// # Safety
     /// Until the copy is complete, and after [`Error::Unseen`], `target` stays allocated, and is neither read nor
-    /// written.
+    /// written. In a [capture](crate::buffer#captures) this holds for each launch of the graph.
     pub unsafe fn copy_to_slice_async(
         &self,
         target: &mut [T],
@@ -244,7 +244,7 @@ impl<'a, T: DeviceCopy> DeviceSlice<'a, T> {
                 entered.copy_device_to_host(target.as_mut_ptr().cast(), from, bytes, stream.raw())
             }
         };
-        started(stream, memory, submit(stream, &[memory], operation))
+        started(stream, memory, submit(stream, &[memory], true, operation))
     }
 }
 
@@ -389,7 +389,8 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     /// As [`DeviceSlice::copy_to_slice_async`].
     ///
     /// # Safety
-    /// Until the copy is complete, and after [`Error::Unseen`], `source` stays allocated and is not written.
+    /// Until the copy is complete, and after [`Error::Unseen`], `source` stays allocated and is not written. In a
+    /// [capture](crate::buffer#captures) this holds for each launch of the graph.
     pub unsafe fn copy_from_slice_async(
         &mut self,
         source: &[T],
@@ -405,7 +406,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             // SAFETY: the part lies in the memory; the caller is responsible for the source.
             unsafe { entered.copy_host_to_device(to, source.as_ptr().cast(), bytes, stream.raw()) }
         };
-        started(stream, memory, submit(stream, &[memory], operation))
+        started(stream, memory, submit(stream, &[memory], true, operation))
     }
 
     /// Copies another part, of the same or another device, on `stream`, which must belong to one of the devices.
@@ -439,7 +440,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
                 }
             }
         };
-        Ok(submit(stream, &[target, origin], operation)?)
+        Ok(submit(stream, &[target, origin], true, operation)?)
     }
 
     /// Sets every element to `value` on `stream`, ordered like [`copy_from`](Self::copy_from); returns before it is
@@ -470,7 +471,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
             // SAFETY: as above; elements that are words are aligned as words.
             Pattern::Word(word) => unsafe { entered.memset_d32(to, word, bytes / 4, raw) },
         };
-        Ok(submit(stream, &[memory], operation)?)
+        Ok(submit(stream, &[memory], true, operation)?)
     }
 }
 

@@ -105,9 +105,12 @@ pub enum Error {
         current: usize,
         expected: usize,
     },
-    /// A stream involved is being captured into a graph; or a stream could not be ordered after it used a buffer, and
-    /// the first call after its capture will do so.
-    #[error("stream {stream:#x} is capturing")]
+    /// A stream involved is being captured into a graph, and no memory of a graph pool serves the call, or the call
+    /// waits; or a stream could not be ordered after it used a buffer, and the first call after its capture will do so.
+    #[error(
+        "stream {stream:#x} is being captured: captured work needs memory of a graph pool (`GraphPool::enter`), and \
+         waits have to come after the capture"
+    )]
     Capturing { stream: usize },
     /// A pointer that was not allocated by this allocator.
     #[error("{ptr:#x} is not memory of this allocator")]

@@ -26,6 +26,7 @@
 mod common;
 // Other programs use more of it.
 mod again;
+mod buffers;
 #[allow(dead_code)]
 #[path = "../judge/checker/mod.rs"]
 mod checker;

@@ -105,6 +105,16 @@ impl Block {
         record::use_by(engine, self.place.ptr, &engine.named(stream)?, false)
     }
 
+    /// [`record_stream`](Self::record_stream) for memory of a graph pool: if the stream is being captured, the graph keeps
+    /// the addresses from here on. Returns false for other memory.
+    pub(crate) fn record_in_pool(&self, stream: &Stream) -> Result<bool, Error> {
+        let Some(id) = self.place.record() else {
+            return Ok(false);
+        };
+        let (engine, life) = (self.engine(), (id, self.place.generation));
+        record::use_in_pool(engine, self.place.ptr, life, &engine.named(stream)?)
+    }
+
     /// Records that another stream has used the block and will not use it again: reuse waits only for the work
     /// submitted to that stream so far.
     ///

@@ -35,6 +35,20 @@ pub(crate) fn use_by(
     recorded
 }
 
+/// [`use_by`] until the free, for a block of a graph pool. Returns false for other memory.
+pub(crate) fn use_in_pool(
+    engine: &Engine,
+    ptr: sys::CUdeviceptr,
+    life: (u32, u32),
+    named: &Named<'_>,
+) -> Result<bool, Error> {
+    let is_pooled = pooled::is_live(&*engine.open()?, life);
+    if is_pooled {
+        use_by(engine, ptr, named, false)?;
+    }
+    Ok(is_pooled)
+}
+
 /// Records another stream on a small block, if the two stream caches suffice.
 #[inline]
 fn in_caches(engine: &Engine, ptr: u64, key: StreamKey) -> Option<Result<(), Error>> {
