@@ -20,7 +20,12 @@
  * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
  * together with a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 10
+#define CUALLOC_ABI_VERSION 11
+
+/**
+ * For cualloc_dlpack_export: a DLManagedTensor, not a DLManagedTensorVersioned.
+ */
+#define CUALLOC_DLPACK_LEGACY (1 << 63)
 
 /**
  * Requests of the capture whose id is cualloc_scope_t.capture, on all its streams.
@@ -260,6 +265,11 @@ typedef struct cualloc_import_t cualloc_import_t;
 typedef struct cualloc_options_t cualloc_options_t;
 
 /**
+ * An owner of memory. A handle, like cualloc_t.
+ */
+typedef struct cualloc_owner_t cualloc_owner_t;
+
+/**
  * A graph pool. A handle, like cualloc_t.
  */
 typedef struct cualloc_pool_t cualloc_pool_t;
@@ -279,6 +289,11 @@ typedef struct cualloc_t cualloc_t;
  * its size in bytes. It must not throw. It may call the library.
  */
 typedef void (*cualloc_checkpoint_block_t)(void *data, uint64_t address, uint64_t bytes);
+
+/**
+ * Releases memory: called once, with the data that it was registered with, on any thread. It must not throw.
+ */
+typedef void (*cualloc_release_t)(void *data);
 
 /**
  * A quantity over time, in bytes or as a number, depending on the field.
@@ -912,6 +927,40 @@ int32_t cualloc_stream_synchronize(struct cualloc_t *allocator,
                                    void *stream);
 
 /**
+ * Makes all work submitted to a stream from now on wait, on the device, for all work submitted to another stream so
+ * far.
+ *
+ * Errors: CUALLOC_CAPTURING if only one of the two is being captured; CUALLOC_INVALID_ARGUMENT for a null handle;
+ * CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER.
+ *
+ * May be called from any thread, with any current context.
+ *
+ * The caller guarantees:
+ * Both are live streams, or null, 1 or 2.
+ */
+int32_t cualloc_stream_wait(struct cualloc_t *allocator,
+                            void *stream,
+                            void *other);
+
+/**
+ * Copies bytes between two addresses, of device or host memory, in the order of a stream; returns before the copy is
+ * complete.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER.
+ *
+ * May be called from any thread, with any current context.
+ *
+ * The caller guarantees:
+ * `stream` is a live stream, or null, 1 or 2. Both ranges are accessible on the allocator's device or the host until
+ * the copy is complete, and do not overlap. Until then no other code writes to them, or reads the one that is written.
+ */
+int32_t cualloc_copy(struct cualloc_t *allocator,
+                     uint64_t to,
+                     uint64_t from,
+                     size_t bytes,
+                     void *stream);
+
+/**
  * Writes the usable size of the live block that begins at ptr, in bytes: the requested size, rounded up.
  *
  * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE (also for an address inside a block), CUALLOC_INVALID_ARGUMENT for a null
@@ -1002,6 +1051,68 @@ int32_t cualloc_pool_restore(struct cualloc_pool_t *pool,
  * May be called from any thread.
  */
 int32_t cualloc_checkpoint_free(struct cualloc_checkpoint_t *checkpoint);
+
+/**
+ * Creates an owner of memory. release is called with data once this owner and all tensors exported with it
+ * (cualloc_dlpack_export) are released. For a block of a shared allocator (cualloc_shared), release can be
+ * cualloc_torch_delete, and data the block's address.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null release or out; CUALLOC_CONTEXT_LOST in a forked child. *out is then
+ * null, and release is not called.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `release` may be called with `data`, from any thread. `out` is null or writable.
+ */
+int32_t cualloc_owner_create(cualloc_release_t release,
+                             void *data,
+                             struct cualloc_owner_t **out);
+
+/**
+ * Releases an owner. Tensors exported with it keep the memory.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED for an owner that was released before;
+ * CUALLOC_CONTEXT_LOST in a forked child.
+ *
+ * May be called from any thread.
+ */
+int32_t cualloc_owner_release(struct cualloc_owner_t *owner);
+
+/**
+ * Exports memory as a DLPack tensor: writes to *out a DLManagedTensorVersioned, or, if flags has the bit
+ * CUALLOC_DLPACK_LEGACY, a DLManagedTensor. tensor points to a DLTensor of dlpack.h, which is copied with its shape
+ * and strides. The other bits of flags are those of DLManagedTensorVersioned. The consumer calls the tensor's
+ * deleter, on any thread. The function orders no streams (cualloc_stream_wait) and records no uses
+ * (cualloc_record_stream).
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null argument, a negative number of dimensions, or dimensions without a
+ * shape; CUALLOC_CLOSED for an owner that was released; CUALLOC_CONTEXT_LOST in a forked child. *out is then null.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `tensor` is null or points to a DLTensor of the owner's memory, whose shape and strides have ndim numbers or are
+ * null. `out` is null or writable.
+ */
+int32_t cualloc_dlpack_export(struct cualloc_owner_t *owner,
+                              const void *tensor,
+                              uint64_t flags,
+                              void **out);
+
+/**
+ * Returns the destructor (PyCapsule_Destructor) of Python capsules that hold tensors of cualloc_dlpack_export: it
+ * deletes a tensor that no consumer has taken over, runs no Python code, and leaves a pending exception as it is. The
+ * arguments are the functions PyCapsule_IsValid and PyCapsule_GetPointer of the process; only the first call uses
+ * them. Null if one of them is null.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * Both are null, or the functions of these names.
+ */
+void (*cualloc_dlpack_capsule_destructor(int32_t (*is_valid)(void*, const char*),
+                                         void *(*pointer)(void*, const char*)))(void *capsule);
 
 /**
  * Returns new, empty options to be freed with cualloc_options_free; null on failure.

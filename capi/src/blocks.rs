@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 
 use cualloc::allocator::Request;
+use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
 use cualloc::error::StreamMisuse;
 use cualloc::{Allocator, Error};
@@ -314,6 +315,69 @@ pub unsafe extern "C" fn cualloc_stream_synchronize(
             | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED => capturing,
             _ => error.into(),
         })
+    })
+}
+
+/// Makes all work submitted to a stream from now on wait, on the device, for all work submitted to another stream so
+/// far.
+///
+/// Errors: CUALLOC_CAPTURING if only one of the two is being captured; CUALLOC_INVALID_ARGUMENT for a null handle;
+/// CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER.
+///
+/// May be called from any thread, with any current context.
+///
+/// # Safety
+/// Both are live streams, or null, 1 or 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_stream_wait(
+    allocator: *mut cualloc_t,
+    stream: *mut c_void,
+    other: *mut c_void,
+) -> i32 {
+    call_with(allocator, |allocator| {
+        let context = allocator.context();
+        // SAFETY: the caller's contract.
+        let later = unsafe { Stream::from_raw(context, stream.cast()) }?;
+        // SAFETY: as above.
+        let earlier = unsafe { Stream::from_raw(context, other.cast()) }?;
+        if earlier.id()? == later.id()? {
+            return Ok(());
+        }
+        let captured = [(&later, stream), (&earlier, other)]
+            .map(|(stream, raw)| stream.is_capturing().map(|is| is.then_some(raw)));
+        match captured {
+            [Ok(Some(raw)), Ok(None)] | [Ok(None), Ok(Some(raw))] => Err(Error::Capturing {
+                stream: raw as usize,
+            }),
+            [Err(error), _] | [_, Err(error)] => Err(error.into()),
+            _ => Ok(later.wait_for(&earlier)?),
+        }
+    })
+}
+
+/// Copies bytes between two addresses, of device or host memory, in the order of a stream; returns before the copy is
+/// complete.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER.
+///
+/// May be called from any thread, with any current context.
+///
+/// # Safety
+/// `stream` is a live stream, or null, 1 or 2. Both ranges are accessible on the allocator's device or the host until
+/// the copy is complete, and do not overlap. Until then no other code writes to them, or reads the one that is written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_copy(
+    allocator: *mut cualloc_t,
+    to: u64,
+    from: u64,
+    bytes: usize,
+    stream: *mut c_void,
+) -> i32 {
+    call_with(allocator, |allocator| {
+        // SAFETY: the caller's contract.
+        let stream = unsafe { Stream::from_raw(allocator.context(), stream.cast()) }?;
+        // SAFETY: as above.
+        Ok(unsafe { stream.memcpy(to, from, bytes) }?)
     })
 }
 

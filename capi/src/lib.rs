@@ -10,6 +10,7 @@ mod blocks;
 mod calls;
 mod checkpoints;
 mod device;
+mod dlpack;
 mod entry;
 mod handle_table;
 mod handles;
@@ -42,6 +43,8 @@ mod tests;
 #[cfg(all(test, feature = "sim"))]
 mod checkpoint_tests;
 #[cfg(all(test, feature = "sim"))]
+mod dlpack_tests;
+#[cfg(all(test, feature = "sim"))]
 mod pool_tests;
 #[cfg(all(test, feature = "sim", target_os = "linux"))]
 mod share_tests;
@@ -54,6 +57,7 @@ mod capture_tests;
 
 pub use blocks::*;
 pub use checkpoints::*;
+pub use dlpack::*;
 pub use life::*;
 pub use memory::*;
 pub use pools::*;
@@ -72,7 +76,7 @@ pub use visit::*;
 
 /// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
 /// together with a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 10;
+pub const CUALLOC_ABI_VERSION: u32 = 11;
 
 /// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());
@@ -91,6 +95,9 @@ pub struct cualloc_range_t(());
 
 /// A block of another process. A handle, like cualloc_t.
 pub struct cualloc_import_t(());
+
+/// An owner of memory. A handle, like cualloc_t.
+pub struct cualloc_owner_t(());
 
 /// Returns the version of this library's interface: CUALLOC_ABI_VERSION of the header it was built with. A program
 /// compiled with a larger number may use functions that are missing here.
