@@ -78,6 +78,7 @@ pub mod guide {
         clients_c "../docs/clients/c.md"
         clients_cupy "../docs/clients/cupy.md"
         clients_jax "../docs/clients/jax.md"
+        clients_python "../docs/clients/python.md"
         clients_pytorch "../docs/clients/pytorch.md"
         clients_rmm "../docs/clients/rmm.md"
         configuration "../docs/configuration.md"

@@ -142,6 +142,10 @@ END
 timeout 400 "$python" python/tests/gpu_share.py >"$logs/share" 2>&1 </dev/null || failed share
 grep '^{' "$logs/share" || failed share
 
+# Buffers, with what is installed of NumPy, PyTorch and CuPy.
+timeout 300 "$python" python/tests/gpu_buffer.py >"$logs/buffer" 2>&1 </dev/null || failed buffer
+grep -E '^[a-z_]+: ' "$logs/buffer" || failed buffer
+
 # CUDA graphs: the same values, and what is held at most no more than the best of PyTorch's own two ways. Peaks are
 # asked of the driver, so one runs after the other.
 for work in callables shared decode; do

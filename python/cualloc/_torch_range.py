@@ -6,7 +6,7 @@ import math
 import torch
 from torch.utils import dlpack
 
-from cualloc import _library
+from cualloc import _dlpack, _library
 from cualloc._library import LIBRARY, checked, number
 
 
@@ -29,37 +29,17 @@ class _Stats(ctypes.Structure):
     ]
 
 
-class _Managed(ctypes.Structure):
-    """DLManagedTensor of DLPack, without a deleter."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
-
-
-_CUDA, _UNSIGNED, _NAME = 2, 1, b"dltensor"
+_NAME = b"dltensor"
 
 
 def _tensor(address, device, shape):
     """Returns a uint8 tensor over addresses, which need not have memory."""
     sizes = (ctypes.c_int64 * len(shape))(*shape)
-    managed = _Managed(address, _CUDA, device, len(shape), _UNSIGNED, 8, 1, sizes, None, 0, None, None)
+    _, code, bits = _dlpack.TYPES["uint8"]
+    managed = _dlpack.Managed(_dlpack.Tensor(address, _dlpack.CUDA, device, len(shape), code, bits, 1, sizes))
     # The tensor refers to them as long as it lives.
     _library.kept.append((managed, sizes))
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    return dlpack.from_dlpack(new(ctypes.addressof(managed), _NAME, None))
+    return dlpack.from_dlpack(_dlpack.new_capsule(ctypes.addressof(managed), _NAME, None))
 
 
 class Range:
