@@ -1,5 +1,6 @@
 // Times every allocation and free of the allocator that PyTorch uses, whichever it is.
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
@@ -22,7 +23,6 @@ struct Times {
 
 Times times[2];
 Allocator *timed = nullptr;
-std::shared_ptr<Allocator> wrapper;
 
 struct Call {
     explicit Call(Times &to) : to(to) {}
@@ -38,36 +38,55 @@ struct Call {
     Clock::time_point start = Clock::now();
 };
 
-void *allocate(std::size_t bytes, int, cudaStream_t stream) {
-    Call call(times[0]);
-    return timed->raw_alloc_with_stream(bytes, stream);
-}
-
-void release(void *memory, std::size_t, int, cudaStream_t) {
+void release(void *memory) {
+    if (!memory) return;
     Call call(times[1]);
     timed->raw_delete(memory);
 }
 
-void record(void *memory, cudaStream_t stream) {
-    if (!memory) return;
-    c10::DataPtr block(memory, memory, timed->raw_deleter(), c10::Device(c10::kCUDA, 0));
-    timed->recordStream(block, c10::cuda::getStreamFromExternal(stream, 0));
-    block.release_context();
-}
+// Its base class implements what this program does not use.
+struct Meter final : torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator {
+    Meter() : CUDAPluggableAllocator(nullptr, nullptr) {}
+
+    void *raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) override {
+        Call call(times[0]);
+        return timed->raw_alloc_with_stream(bytes, stream);
+    }
+
+    void *raw_alloc(std::size_t bytes) override {
+        return raw_alloc_with_stream(bytes, c10::cuda::getCurrentCUDAStream());
+    }
+
+    c10::DataPtr allocate(std::size_t bytes) override {
+        void *memory = raw_alloc(bytes);
+        return {memory, memory, &release, c10::Device(c10::kCUDA, c10::cuda::current_device())};
+    }
+
+    void raw_delete(void *memory) override { release(memory); }
+
+    c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+    void recordStream(const c10::DataPtr &memory, c10::cuda::CUDAStream stream) override {
+        c10::DataPtr block(memory.get(), memory.get(), timed->raw_deleter(), memory.device());
+        timed->recordStream(block, stream);
+        block.release_context();
+    }
+
+    void init(int devices) override {
+        timed->init(devices);
+        initialized_ = true;
+    }
+};
 
 } // namespace
 
 extern "C" {
 
-// Puts timed functions between PyTorch and its allocator, which must not be initialised yet.
+// Puts timed functions between PyTorch and its allocator, before the device is used.
 __attribute__((visibility("default"))) void meter_start() {
-    using Plug = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+    static Meter meter;
     timed = c10::cuda::CUDACachingAllocator::allocator.load();
-    const auto plug = std::make_shared<Plug>(&allocate, &release);
-    plug->set_init_fn([](int devices) { timed->init(devices); });
-    plug->set_record_stream_fn(&record);
-    wrapper = plug;
-    torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(wrapper);
+    c10::cuda::CUDACachingAllocator::allocator.store(&meter);
 }
 
 // Statistics are asked of the timed allocator again. Blocks of the timed functions stay valid.

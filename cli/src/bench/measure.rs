@@ -235,7 +235,7 @@ pub fn ranges(allocator: &Allocator, streams: &[Stream], scale: &Scale) -> Resul
     .map(|name| (name, Vec::new()))
     .into();
     let all = 0..BYTES;
-    for _ in 0..scale.pairs() / 200 {
+    for _ in 0..scale.pairs() / 100 {
         let times = [
             micros(&|| first.commit(all.clone(), &streams[0]))?,
             {

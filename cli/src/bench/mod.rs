@@ -330,7 +330,8 @@ impl Bench<'_> {
         for (work, mut times) in figures {
             times.sort_by(f64::total_cmp);
             for (case, of_100) in [("50%", 50), ("99%", 99)] {
-                let value = times.get(times.len() * of_100 / 100).copied();
+                let rank = (times.len() * of_100).div_ceil(100);
+                let value = times.get(rank.saturating_sub(1)).copied();
                 let figure = value.ok_or_else(|| "no round was measured".into());
                 self.figure(&format!("range {work}"), OURS, case, "us", figure)?;
             }

@@ -129,7 +129,7 @@ fn ranges_are_committed_and_returned() {
     };
     rig(|allocator, streams| {
         let rounds = ranges(allocator, streams, &scale).unwrap();
-        assert!(rounds.iter().all(|(_, times)| times.len() == 10));
+        assert!(rounds.iter().all(|(_, times)| times.len() == 20));
         assert_eq!(allocator.stats().ranges, 0);
     });
 }
