@@ -165,6 +165,11 @@ debug_fields!(BlockId, self =>
 
 /// The state of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize),
+    serde(rename_all = "lowercase")
+)]
 #[non_exhaustive]
 pub enum BlockState {
     /// Allocated.

@@ -50,8 +50,23 @@ impl GrowthReason {
     }
 }
 
+/// Serialises types by their names.
+#[cfg(feature = "serde")]
+macro_rules! serialize_names {
+    ($($named:ty),*) => {$(
+        impl serde::Serialize for $named {
+            fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str(self.name())
+            }
+        }
+    )*};
+}
+#[cfg(feature = "serde")]
+serialize_names!(GrowthReason, SelfTest, Regime);
+
 /// A growth of reserved memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct GrowthInfo {
     /// Why the growth was necessary.
@@ -155,6 +170,7 @@ impl Regime {
 
 /// State of the packed policy. Under the classic policy, only the fields that say so are set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Packing {
     /// Reserved bytes that growth does not exceed while another step can serve the request. 0 under the classic policy,
@@ -180,6 +196,7 @@ pub struct Packing {
 
 /// External fragmentation of the free memory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Fragmentation {
     /// Free bytes, including pending ones.
@@ -206,6 +223,7 @@ impl Fragmentation {
 
 /// Result of a trim.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Trimmed {
     /// Bytes released to the driver.
@@ -218,6 +236,7 @@ pub struct Trimmed {
 
 /// The part of a block that lies in one handle or segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct PhysicalSegment {
     /// Address of its first byte, within the block.
@@ -235,6 +254,7 @@ pub struct PhysicalSegment {
 
 /// One block, live or free.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct BlockInfo {
     /// Ordinal of the device; `None` from a [`Carver`](super::Carver), which has no device.
@@ -263,6 +283,7 @@ pub struct BlockInfo {
 
 /// Memory from the driver and its blocks: a segment, or a contiguous run of mapped handles.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct SegmentInfo {
     /// First byte.

@@ -8,6 +8,7 @@ use super::report::Packing;
 
 /// A quantity over time. The field that holds it states the unit: bytes or a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Counter {
     /// Current value.
@@ -55,6 +56,7 @@ impl Counter {
 ///
 /// The first four counters, which each large block changes, lie on two cache lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 #[repr(C, align(64))]
 pub struct PoolStats {
@@ -133,6 +135,7 @@ impl PoolStats {
 
 /// How often each step of reclaim succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 #[repr(C)]
 pub struct ReclaimStats {
@@ -162,6 +165,7 @@ pub struct ReclaimStats {
 
 /// A consistent snapshot of all statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 #[repr(C)]
 pub struct Stats {

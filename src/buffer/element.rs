@@ -6,9 +6,10 @@ use crate::error::{Error, InvalidArgument};
 
 /// A type whose values are plain bytes and may be copied to and from a device as such.
 ///
-/// Implemented for integers, floating-point numbers, arrays of such types, and [`MaybeUninit`]. Not implemented for
-/// `bool` and `char`, for which not every bit pattern is valid; nor for references and owning types, which are
-/// meaningless on a device. A `#[repr(C)]` struct of such fields may implement it.
+/// Implemented for integers, floating-point numbers, arrays of such types, and [`MaybeUninit`]; with the feature `half`
+/// also for its `f16` and `bf16`, and with the feature `bytemuck` for `Plain` of its types. Not implemented for `bool` and
+/// `char`, for which not every bit pattern is valid; nor for references and owning types, which are meaningless on a
+/// device. A `#[repr(C)]` struct of such fields may implement it.
 ///
 /// ```
 /// fn lives_on_a_device<T: cualloc::DeviceCopy>() {}
@@ -90,6 +91,60 @@ macro_rules! plain {
 }
 
 plain!(u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize f32 f64);
+
+#[cfg(feature = "half")]
+plain!(half::f16 half::bf16);
+
+/// An element of a type that is plain data for the crate `bytemuck`, with the feature `bytemuck`: a
+/// [`DeviceCopy`] if any bits are a value of the type ([`AnyBitPattern`](bytemuck::AnyBitPattern)),
+/// and a [`Pod`] if it has no padding either ([`bytemuck::Pod`]).
+///
+/// A wrapper, because the traits of this crate cannot be implemented for all types of `bytemuck` without excluding
+/// other implementations. It has the layout of the type, and `bytemuck::TransparentWrapper` converts slices without
+/// copies.
+///
+/// ```
+/// # #[cfg(feature = "sim")] {
+/// # use cualloc::sim::{SimConfig, Simulator};
+/// # use cualloc::{Allocator, Config, DeviceBuffer};
+/// use bytemuck::{TransparentWrapper, Zeroable};
+/// use cualloc::buffer::Plain;
+///
+/// #[derive(Clone, Copy, PartialEq, Debug)]
+/// #[repr(C)]
+/// struct Particle {
+///     place: [f32; 3],
+///     mass: f32,
+/// }
+/// // SAFETY: numbers without padding. `#[derive(bytemuck::Pod, bytemuck::Zeroable)]` checks this.
+/// unsafe impl Zeroable for Particle {}
+/// // SAFETY: as above.
+/// unsafe impl bytemuck::Pod for Particle {}
+///
+/// # let sim = Simulator::new(SimConfig::default())?;
+/// # let context = sim.driver()?.context(0)?;
+/// # let allocator = Allocator::with_config(&context, Config::new())?;
+/// # let stream = allocator.create_stream()?;
+/// let particles = [Particle { place: [1.0; 3], mass: 2.0 }; 8];
+/// let buffer = DeviceBuffer::from_slice(&allocator, Plain::wrap_slice(&particles), &stream)?;
+/// assert_eq!(Plain::peel_slice(&buffer.to_vec()?), particles);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[cfg(feature = "bytemuck")]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(transparent)]
+pub struct Plain<T>(pub T);
+
+// SAFETY: the only field is the wrapped value.
+#[cfg(feature = "bytemuck")]
+unsafe impl<T> bytemuck::TransparentWrapper<T> for Plain<T> {}
+// SAFETY: any bits, in padding also none, are a value of the type, which contains no pointers or interior mutability.
+#[cfg(feature = "bytemuck")]
+unsafe impl<T: bytemuck::AnyBitPattern + Send + Sync> DeviceCopy for Plain<T> {}
+// SAFETY: as above, and the type has no padding.
+#[cfg(feature = "bytemuck")]
+unsafe impl<T: bytemuck::Pod + Send + Sync> Pod for Plain<T> {}
 
 // SAFETY: an array is its elements back to back, without padding of its own.
 unsafe impl<T: DeviceCopy, const N: usize> DeviceCopy for [T; N] {}

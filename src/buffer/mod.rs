@@ -106,6 +106,8 @@ mod turn;
 mod unordered;
 
 pub use device::DeviceBuffer;
+#[cfg(feature = "bytemuck")]
+pub use element::Plain;
 pub use element::{DeviceCopy, FillValue, Pod};
 pub use flight::CopyInFlight;
 pub use pinned::PinnedBuffer;

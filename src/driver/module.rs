@@ -175,6 +175,8 @@ macro_rules! numbers {
     )*};
 }
 numbers!(u8 u16 u32 u64 usize i8 i16 i32 i64 isize f32 f64);
+#[cfg(feature = "half")]
+numbers!(half::f16 half::bf16);
 
 debug_fields!(Function, self => raw: self.raw);
 

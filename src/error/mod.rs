@@ -9,6 +9,7 @@ mod config;
 mod finding;
 mod graph;
 mod import;
+mod json;
 pub(crate) mod kinds;
 pub(crate) mod memory;
 mod rare_log;

@@ -1,4 +1,4 @@
-//! An out-of-memory error as text and as JSON, with the same content.
+//! An out-of-memory error as text.
 
 use std::fmt::{self, Write};
 
@@ -52,14 +52,14 @@ impl fmt::Display for Holder {
 }
 
 /// The bound of the allocator, with its name in texts.
-struct Bound {
-    bytes: u64,
-    name: &'static str,
+pub(super) struct Bound {
+    pub bytes: u64,
+    pub name: &'static str,
 }
 
 impl OutOfMemory {
     /// The bound that the first line names.
-    fn named_bound(&self) -> Option<Bound> {
+    pub(super) fn named_bound(&self) -> Option<Bound> {
         let bound = |bytes: u64, name| Some(Bound { bytes, name });
         let device = |free: u64| self.held().saturating_add(free);
         match (self.cause(), self.limit, self.available()) {
@@ -226,7 +226,7 @@ impl OutOfMemory {
     }
 
     /// Returns the live bytes that none of the listed holders has.
-    fn other_live(&self) -> u64 {
+    pub(super) fn other_live(&self) -> u64 {
         let listed: u64 = self.holders.iter().map(|holder| holder.bytes).sum();
         self.live().saturating_sub(listed)
     }
@@ -319,96 +319,6 @@ impl OutOfMemory {
         }
         text
     }
-
-    /// Returns the content of [`report`](Self::report) as a JSON object: `schema` is `cualloc.out_of_memory.2`, amounts
-    /// are in bytes, unknown values are `null`.
-    pub fn to_json(&self) -> String {
-        let bound = self.named_bound();
-        let holders = list(&self.holders, |holder| {
-            let (name, least, below, stream) = match &holder.by {
-                HeldBy::Tag(name) | HeldBy::Context(name) => (Some(name), None, None, None),
-                HeldBy::Size {
-                    least,
-                    below,
-                    stream,
-                } => (None, Some(*least), Some(*below), Some(*stream)),
-            };
-            format!(
-                r#"{{"by":"{}","name":{},"least":{},"below":{},"stream":{},"bytes":{},"blocks":{}}}"#,
-                holder.by.kind(),
-                name.map_or("null".to_owned(), |name| quote(name)),
-                optional(least),
-                optional(below),
-                optional(stream),
-                holder.bytes,
-                holder.blocks
-            )
-        });
-        let pending = list(&self.pending, |stream| {
-            format!(
-                r#"{{"stream":{},"bytes":{},"unmarked":{}}}"#,
-                stream.stream_id, stream.bytes, stream.unmarked
-            )
-        });
-        let pinned = list(&self.pinned, |pinned| {
-            format!(
-                r#"{{"address":{},"bytes":{},"live":{},"block":{}}}"#,
-                pinned.address, pinned.bytes, pinned.live, pinned.block
-            )
-        });
-        let holes = list(&self.holes, |hole| {
-            format!(
-                r#"{{"address":{},"bytes":{},"before":{},"after":{}}}"#,
-                hole.address,
-                hole.bytes,
-                optional(hole.before),
-                optional(hole.after)
-            )
-        });
-        let members = [
-            ("schema", quote("cualloc.out_of_memory.2")),
-            ("device", self.device.to_string()),
-            ("cause", quote(self.cause().name())),
-            ("requested", self.requested.to_string()),
-            ("live", self.live().to_string()),
-            ("bound", optional(bound.as_ref().map(|bound| bound.bytes))),
-            (
-                "bound_of",
-                bound.map_or("null".to_owned(), |bound| quote(bound.name)),
-            ),
-            ("missing", self.missing().to_string()),
-            ("advice", quote(&self.advice())),
-            ("holders", holders),
-            ("other_live", self.other_live().to_string()),
-            ("limit", optional(self.limit)),
-            ("reserved", self.reserved.to_string()),
-            ("allocated", self.allocated.to_string()),
-            ("cached", self.cached.to_string()),
-            ("largest_free", self.largest_free.to_string()),
-            ("largest_run", self.largest_run.to_string()),
-            ("in_views", self.in_views.to_string()),
-            ("guarded", self.guarded.to_string()),
-            ("suspended", self.suspended.to_string()),
-            ("graph_pools", self.graph_pools.to_string()),
-            ("in_graph_pools", self.in_graph_pools.to_string()),
-            ("ranges", self.ranges.to_string()),
-            ("ranges_leaving", self.ranges_leaving.to_string()),
-            ("driver_free", optional(self.driver_free)),
-            ("driver_total", optional(self.driver_total)),
-            ("headroom", self.headroom.to_string()),
-            ("regime", self.regime.map_or("null".to_owned(), quote)),
-            (
-                "driver",
-                self.driver
-                    .map_or("null".to_owned(), |error| quote(&error.to_string())),
-            ),
-            ("pending", pending),
-            ("pinned", pinned),
-            ("holes", holes),
-        ];
-        let members = members.map(|(name, value)| format!("\"{name}\":{value}"));
-        format!("{{{}}}", members.join(","))
-    }
 }
 
 /// The headline and the advice, in one line.
@@ -420,28 +330,4 @@ impl fmt::Display for OutOfMemory {
         }
         write!(f, ". {}", self.advice())
     }
-}
-
-fn optional(value: Option<u64>) -> String {
-    value.map_or("null".to_owned(), |value| value.to_string())
-}
-
-fn list<T>(items: &[T], one: impl Fn(&T) -> String) -> String {
-    let items: Vec<String> = items.iter().map(one).collect();
-    format!("[{}]", items.join(","))
-}
-
-fn quote(text: &str) -> String {
-    let mut quoted = String::from('"');
-    for character in text.chars() {
-        match character {
-            '"' | '\\' => quoted.extend(['\\', character]),
-            character if character.is_control() => {
-                let _ = write!(quoted, "\\u{:04x}", u32::from(character));
-            }
-            character => quoted.push(character),
-        }
-    }
-    quoted.push('"');
-    quoted
 }

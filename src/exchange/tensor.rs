@@ -23,7 +23,7 @@ use super::shared::{Kept, Shared};
 /// A Rust type that can be a tensor's element. Sealed.
 ///
 /// Types that Rust does not have are read and written as unsigned integers of the same size: `u8` for truth values and
-/// 8-bit floating point, `u16` for 16-bit floating point.
+/// 8-bit floating point, `u16` for 16-bit floating point. With the feature `half`, its `f16` and `bf16` are elements, too.
 pub trait Element: DeviceCopy + Pod + sealed::Typed {
     /// The element type.
     const DTYPE: DType;
@@ -43,6 +43,8 @@ macro_rules! elements {
     )*};
 }
 elements!(i8: I8, i16: I16, i32: I32, i64: I64, u8: U8, u16: U16, u32: U32, u64: U64, f32: F32, f64: F64);
+#[cfg(feature = "half")]
+elements!(half::f16: F16, half::bf16: BF16);
 
 /// Elements of a type known at run time in up to 32 dimensions: in device memory of any resource, in imported memory,
 /// or in page-locked host memory. A column is a one-dimensional tensor.
@@ -392,7 +394,7 @@ impl Tensor {
 
     fn expect<T: Element>(&self) -> Result<(), Error> {
         let (expected, found) = (T::DTYPE, self.dtype);
-        if expected != found.stored() {
+        if expected != found && expected != found.stored() {
             return Err(Error::Invalid(InvalidArgument::DType { expected, found }));
         }
         match self.layout.is_compact() {

@@ -469,3 +469,24 @@ fn s1_19_small_blocks_count_as_free_blocks_and_records() {
         rig.close(&full);
     });
 }
+
+/// With the feature `serde`, values serialise under the names of their fields, and enumerations as their names.
+#[test]
+fn statistics_and_snapshots_are_serialised() {
+    each(|rig| {
+        let allocator = rig.allocator();
+        let block = allocator.allocate(MIB, &rig.stream()).unwrap();
+        let stats = serde_json::to_value(allocator.stats()).unwrap();
+        assert_eq!(stats["all"]["allocated"]["current"], MIB);
+        assert_eq!(stats["limit"], serde_json::Value::Null);
+        assert_eq!(stats["packing"]["regime"], "plentiful");
+        let segments = serde_json::to_value(allocator.snapshot()).unwrap();
+        let blocks = segments.as_array().unwrap().iter();
+        let mut blocks = blocks.flat_map(|segment| segment["blocks"].as_array().unwrap());
+        let live = blocks.find(|live| live["address"] == block.ptr()).unwrap();
+        assert_eq!(
+            (&live["state"], &live["requested"]),
+            (&"live".into(), &MIB.into())
+        );
+    });
+}

@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod elements;
 mod faults;
 mod flights;
 mod order;

@@ -94,6 +94,7 @@ pub(crate) struct Pool {
 
 /// Memory of a graph pool, in bytes unless a field says otherwise.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Footprint {
     /// Bytes of live blocks, after rounding.
