@@ -6,6 +6,7 @@ use crate::driver::DriverError;
 
 /// Free memory pending on one stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct StreamBytes {
     /// The driver's id of the stream.

@@ -51,7 +51,8 @@ pub fn named(picture: &OutOfMemory, cause: Cause) {
     ] {
         assert!(json.contains(&format!("\"{name}\":{bytes},")), "{json}");
     }
-    assert_eq!(json.matches('{').count(), json.matches('}').count());
+    let parsed: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(serde_json::to_value(picture).unwrap(), parsed);
 }
 
 /// The missing bytes that the first line of a text shows: what a person reads there.
