@@ -95,5 +95,6 @@ pub mod guide {
         sharing "../docs/sharing.md"
         suspend "../docs/suspend.md"
         troubleshooting "../docs/troubleshooting.md"
+        tutorial "../docs/tutorial.md"
     }
 }

@@ -20,6 +20,7 @@ mod rings;
 mod shares;
 mod snapshots;
 mod stacks;
+mod tutorial;
 
 mod scene {
     use cualloc::allocator::{Allocator, Block, Config};
