@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,15 @@ class Browser:
         taken = self.call("Page.captureScreenshot", format="webp", quality=70)
         path.write_bytes(base64.b64decode(taken["data"]))
 
+    def picture(self, name):
+        """An element as it is shown, as the bytes of a PNG."""
+        box = self.value(f"(b => [b.left + scrollX, b.top + scrollY, b.width, b.height])"
+                         f"(document.getElementById('{name}').getBoundingClientRect())")
+        clip = dict(zip(("x", "y", "width", "height"), box), scale=1)
+        self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        taken = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(taken["data"])
+
     def close(self):
         self.process.terminate()
         self.process.wait()
@@ -218,6 +228,7 @@ def two_files(browser, before, after):
         if name not in shown:
             raise AssertionError(f"{name} is in no table")
     picture = lambda: browser.value(CHECKSUM + "('bands')")
+    browser.value("(s => { s.value = 'stream'; s.onchange({ target: s }); })(document.getElementById('colour'))")
     plain = picture()
     browser.value("(s => { s.value = 'context'; s.onchange({ target: s }); })(document.getElementById('colour'))")
     coloured = picture()
@@ -248,6 +259,9 @@ def cannot_serve(browser):
         (document.getElementById('oom-canvas'))""")
     if colours < 3:
         raise AssertionError("the picture of the end is empty")
+    texts = browser.value("__view.labels['oom-canvas'].map(label => label[4])")
+    if texts[0] != "requested" or len(texts) % 2 or len(texts) < 2 * len(holes):
+        raise AssertionError(f"the picture of the end has {texts}")
 
 
 def totals(browser, sums):
@@ -274,6 +288,58 @@ def totals(browser, sums):
             for first, last, total, rest, blocks in stacks:
                 same("the height of a stack", total, max(sums[first:last]))
                 same("its parts", rest + blocks, total)
+
+
+def size_of(text):
+    number, unit = text.split()
+    return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+def summarized(browser, sums, limit, *words):
+    """The first line has the peaks, their ratio and the limit, and then these words."""
+    line = browser.value("document.getElementById('summary').textContent")
+    found = re.fullmatch(r"Peak ([0-9.]+ \w+) requested, ([0-9.]+ \w+) reserved, ratio ([0-9.]+), limit ([^.]+|[0-9.]+ \w+)\.(.*)", line)
+    if not found:
+        raise AssertionError(line)
+    requested, reserved = map(size_of, found.groups()[:2])
+    if sums and abs(requested / max(sums) - 1) > 0.01 or abs(reserved / requested - float(found[3])) > 0.01:
+        raise AssertionError(line)
+    if (found[4] == "none") != (limit is None) or not all(word in found[5] for word in words):
+        raise AssertionError(line)
+    first = "document.querySelector('header').children[1].id"
+    same("what comes first after the name", browser.value(first), "summary")
+
+
+def shown(browser):
+    """Pictures are not empty, also in dark colours; their axes have ticks, and no text lies on another one."""
+    for scale in ("linear", "log"):
+        browser.value(f"(of => {{ of.value = '{scale}'; of.dispatchEvent(new Event('change')); }})(document.getElementById('scale'))")
+        for span in (1, 0.5, 0.1, 0.003):
+            browser.value(f"__view.view({0.4 - span / 2} * __view.data.born.length, {0.4 + span / 2} * __view.data.born.length)")
+            boxes = browser.value("Object.entries(__view.labels)")
+            for name, texts in boxes:
+                for n, (left, top, right, bottom, text) in enumerate(texts):
+                    for other in texts[:n]:
+                        if left < other[2] and right > other[0] and top < other[3] and bottom > other[1]:
+                            raise AssertionError(f"in {name} {text!r} lies on {other[4]!r}")
+            axes = [text for *_, text in dict(boxes)["curves"]]
+            rows = [text for text in axes if text.startswith("row ")]
+            if len(rows) < 2 or len([text for text in axes if text.endswith("B")]) < 2:
+                raise AssertionError(f"the axes have {axes}")
+    browser.value("(of => { of.value = 'linear'; of.dispatchEvent(new Event('change')); })(document.getElementById('scale'))")
+    browser.value("__view.view(0, 1e9)")
+    taken = {}
+    for scheme in ("light", "dark"):
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        for name in ("summary", "curves", "bands"):
+            taken[scheme, name] = picture = browser.picture(name)
+            # A rectangle of one colour has less.
+            if len(picture) < 2500:
+                raise AssertionError(f"{name} has {len(picture)} bytes in {scheme} colours")
+    for name in ("summary", "curves"):
+        if taken["light", name] == taken["dark", name]:
+            raise AssertionError(f"{name} has the same colours on a dark ground")
+    browser.call("Emulation.setEmulatedMedia", features=[])
 
 
 def by_hand(browser):
@@ -373,7 +439,7 @@ def main():
     command, events, shots = Path(arguments[0]).resolve(), int(option("--events", "10000")), option("--shots", None)
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
-        print("there is no Chromium")
+        print("SKIPPED: the page in a browser: there is no Chromium")
         return 77
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -401,7 +467,10 @@ def main():
             paced = pace(browser)
             totals(browser, sums)
             by_hand(browser)
+            shown(browser)
             tables(browser, sums)
+            summarized(browser, sums, None)
+            same("the colours", browser.value("__view.state.colour"), "stream")
             same("complaints", browser.complaints(), [])
             if shots:
                 browser.value("document.getElementById('mode').value = 'stacked'; __view.state.mode = 'stacked';"
@@ -410,6 +479,7 @@ def main():
             browser.open(end)
             same("the picture of the end", browser.value("document.getElementById('oom').hidden"), False)
             cannot_serve(browser)
+            summarized(browser, None, "0.6x", "Out of memory at row ", ", cause: ")
             if shots:
                 browser.shot(Path(shots) / "view-oom.webp", 420)
             browser.open(folder / "named.html")
@@ -424,7 +494,19 @@ def main():
             same("the name", browser.value("document.getElementById('name').textContent"), HOSTILE)
             same("scripts", browser.value("document.scripts.length"), 2)
             same("complaints", browser.complaints(), [])
+            # With the times of a recording, of which the rows between are estimated.
+            named = folder / "timed.html"
+            named.write_text(text.replace('"times":[]', f'"times":[[0,0],[{events - 1},{(events - 1) * 500}]]'))
+            browser.open(named)
+            browser.value("__view.select(4000)")
+            figures = browser.value("document.getElementById('figures').textContent")
+            same("the time of a row", figures.split(":")[0], "After row 4001, at 2 s")
+            ticks = browser.value("__view.labels.curves.map(label => label[4]).filter(text => text.startsWith('row '))")
+            if not ticks or not all(re.fullmatch(r"row \d+, [0-9.]+ (µs|ms|s)", text) for text in ticks):
+                raise AssertionError(ticks)
             browser.open(both)
+            same("the colours", browser.value("[__view.state.colour, document.getElementById('colour').value]"), ["context"] * 2)
+            summarized(browser, None, None, "Most of it at the peak: train.py:1:<main>;model.py:")
             two_files(browser, *peaks)
             same("complaints", browser.complaints(), [])
             if shots:

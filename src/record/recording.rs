@@ -177,8 +177,18 @@ impl Recording {
     /// [`TraceFault::LiveBytesOverflow`](crate::trace::TraceFault::LiveBytesOverflow): in an untrusted recording the
     /// bytes may add up to any number.
     pub fn to_trace(&self, name: &str, allocator: Option<u16>) -> Result<Trace, TraceError> {
+        let (rows, _) = self.rows(allocator);
+        rows.trace(name, |number| self.context(number).map(str::to_owned))
+    }
+
+    /// Returns the time of each row of [`to_trace`](Self::to_trace), in nanoseconds since the recording began.
+    pub fn row_times(&self, allocator: Option<u16>) -> Vec<u64> {
+        self.rows(allocator).1
+    }
+
+    fn rows(&self, allocator: Option<u16>) -> (RowMaker, Vec<u64>) {
         let mut live = BTreeMap::new();
-        let mut rows = RowMaker::default();
+        let (mut rows, mut times) = (RowMaker::default(), Vec::new());
         for event in &self.events {
             if allocator.is_some_and(|only| only != event.allocator) {
                 continue;
@@ -198,7 +208,8 @@ impl Recording {
                 }
                 _ => {}
             }
+            times.resize(rows.count(), event.time);
         }
-        rows.trace(name, |number| self.context(number).map(str::to_owned))
+        (rows, times)
     }
 }

@@ -43,6 +43,10 @@ impl RowMaker {
         self.push(Op::Oom, RowBlock { id: 0, stream }, bytes);
     }
 
+    pub(crate) fn count(&self) -> usize {
+        self.rows.len()
+    }
+
     fn push(&mut self, op: Op, RowBlock { id, stream }: RowBlock, bytes: u64) {
         self.rows.push(Row {
             op,

@@ -486,6 +486,8 @@ fn a_variable_records_a_program_that_exits() {
     assert!(recording.is_complete());
     let trace = recording.to_trace("run", None).unwrap();
     assert_eq!(trace.rows().len(), 101);
+    let times = recording.row_times(None);
+    assert!(times.len() == 101 && times.is_sorted() && times[0] < times[100]);
     assert_eq!(trace.requested_peak(), 3 * MIB as u64);
 }
 

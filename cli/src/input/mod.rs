@@ -277,6 +277,8 @@ pub struct Recorded {
     pub limit: Option<u64>,
     /// The memory of its device in bytes.
     pub memory: Option<u64>,
+    /// The time of each row in nanoseconds since the recording began; empty without times.
+    pub times: Vec<u64>,
 }
 
 impl Recorded {
@@ -287,6 +289,7 @@ impl Recorded {
             failed: recording.failed_requests(None),
             limit: only.and_then(|id| recording.limit_of(id)),
             memory: only.and_then(|id| recording.device_memory_of(id)),
+            times: recording.row_times(None),
         }
     }
 }

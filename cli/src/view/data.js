@@ -8,8 +8,10 @@ const STATES = ['live', 'free', 'pending', 'in a view', 'quarantined', 'busy'];
 const STATE_COLOURS = ['#0072b2', '#56b4e9', '#e69f00', '#cc79a7', '#d55e00', '#7f7f7f'];
 const CURVES = { requested: '#0072b2', allocated: '#009e73', reserved: '#d55e00' };
 const rows = meta.rows;
-const state = { from: 0, to: Math.max(rows, 1), row: 0, marked: 0, mode: 'stacked', colour: 'stream', find: '', map: 0, wanted: 0, scale: 'linear' };
+const state = { from: 0, to: Math.max(rows, 1), row: 0, marked: 0, mode: 'stacked', colour: meta.contexts.length ? 'context' : 'stream', find: '', map: 0, wanted: 0, scale: 'linear' };
 const drawn = { curves: 0, bands: 0, map: 0 };
+// The texts of each picture, with their boxes.
+const labels = {};
 const streamName = index => index < meta.streams.length ? 'stream ' + meta.streams[index] : 'another stream';
 // Contexts have numbers from 1; 0 is none.
 const contextName = index => index === 0 ? 'no context' : meta.contexts[index - 1];
@@ -39,6 +41,23 @@ function bytes(amount) {
   let rest = Math.abs(amount), unit = 0;
   while (rest >= 1024 && unit < 5) { rest /= 1024; unit++; }
   return sign + (unit ? rest.toFixed(2) : rest) + ' ' + ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'][unit];
+}
+
+const count = (amount, word) => amount + ' ' + word + (amount === 1 ? '' : 's');
+
+// Microseconds since the recording began.
+function duration(micros) {
+  const [unit, of] = micros < 1000 ? ['µs', 1] : micros < 1e6 ? ['ms', 1e3] : ['s', 1e6];
+  return Number((micros / of).toPrecision(4)) + ' ' + unit;
+}
+
+// The time of a row, between the two known ones around it; nothing without times.
+function timeOf(row) {
+  const { times } = meta, after = times.findIndex(([known]) => known >= row);
+  if (after < 0) return times.length ? times[times.length - 1][1] : undefined;
+  if (after === 0) return times[0][1];
+  const [[one, begin], [two, end]] = times.slice(after - 1, after + 1);
+  return begin + (end - begin) * (row - one) / (two - one || 1);
 }
 
 // Bytes, or a number with a unit, as the command reads them.

@@ -51,7 +51,7 @@ function drawMap() {
   const known = [...states].sort((a, b) => a[0] - b[0]);
   legend($('map-legend'), known.map(([state, amount]) => [STATES[state] + ' ' + bytes(amount), STATE_COLOURS[state]]));
   $('map-words').textContent = 'After row ' + (map.row + 1) + ', map ' + (state.map + 1) + ' of ' + maps.length + ': ' +
-    bytes(total) + ' held in ' + home.length + ' segments, each a piece after the other by address. The request that ' +
+    bytes(total) + ' held in ' + count(home.length, 'segment') + ', each a piece after the other by address. The request that ' +
     'could be served: ' + bytes(state.wanted) + '.';
   table($('reasons'), 'What is not live, by why it cannot serve the request', ['why', 'bytes', 'pieces', 'largest'],
     [...reasons].sort((a, b) => b[1].bytes - a[1].bytes)

@@ -188,11 +188,24 @@ fn page(
         "out_of_memory": picture,
         "failed": failed::all(trace, &recorded.failed),
         "recorded": { "limit": exact(recorded.limit), "memory": exact(recorded.memory) },
+        "times": times(&recorded.times),
         "difference": before.map(|before| difference::of(before, &after)),
         "stacks": stacks.as_ref().map(by_stack),
         "stacks_at": stacks.as_ref().and_then(Profile::moment).map(|moment| moment.to_string()),
     });
     Ok(Page { meta, columns })
+}
+
+/// The maximum number of rows whose time is on the page, which interpolates between them.
+const TIMES: usize = 1000;
+
+/// Returns rows in even distances, with their times in microseconds.
+fn times(nanos: &[u64]) -> Vec<[u64; 2]> {
+    let step = nanos.len().div_ceil(TIMES).max(1);
+    let last = nanos.len().checked_sub(1);
+    let rows = (0..nanos.len()).step_by(step).chain(last);
+    let at = |row: usize| nanos.get(row).map(|nanos| [row as u64, nanos / 1000]);
+    rows.filter_map(at).collect()
 }
 
 /// The maximum number of stacks shown; the others share one line.

@@ -7,20 +7,21 @@ function drawOutOfMemory() {
   if (!oom) return;
   $('oom').hidden = false;
   const amount = (name, value) => value === null ? [] : [name + ' ' + bytes(value)];
-  const where = oom.recorded ? 'The recorded program ran out of memory at row ' + (oom.row + 1) : 'The replay ran out of memory';
+  const where = oom.recorded ? 'The recorded program ran out of memory at row ' + (oom.row + 1) : 'The replay ran out of memory at row ' + rows;
   $('oom-words').textContent = where + (oom.cause === null ? '' : ' (' + oom.cause + ')') + ': ' +
     [...amount('requested', oom.requested), ...amount('live', oom.live), ...amount('bound', oom.bound).map(text => text + ' (' + oom.bound_of + ')'),
       ...amount('missing', oom.missing)].join(', ') + '. ' + oom.advice;
-  const bars = [['requested', oom.requested, '#d55e00'], ...oom.holders.map((of, n) => ['holder ' + (n + 1), of.bytes, '#009e73']),
+  const bars = [['requested', oom.requested, '#d55e00'], ...oom.holders.map(of => [holderName(of), of.bytes, '#009e73']),
     ...oom.pending.map(of => ['pending on stream ' + of.stream, of.bytes, '#e69f00']),
     ...oom.holes.map((hole, n) => ['hole ' + (n + 1), hole.bytes, '#56b4e9'])].slice(0, 9);
+  $('oom-canvas').style.height = 20 * bars.length + 'px';
   const page = begin('oom-canvas'), high = Math.max(1, ...bars.map(bar => bar[1])), each = page.height / bars.length;
   bars.forEach(([name, amount, colour], n) => {
     page.pen.fillStyle = colour;
-    page.pen.fillRect(150, n * each + 2, amount / high * (page.width - 260), each - 4);
-    page.pen.fillStyle = page.ink;
-    page.pen.fillText(name, 4, n * each + each / 2 + 4);
-    page.pen.fillText(bytes(amount), 156 + amount / high * (page.width - 260), n * each + each / 2 + 4);
+    page.pen.fillRect(330, n * each + 2, amount / high * (page.width - 440), each - 4);
+    const short = name.length > 46 ? '…' + name.slice(-45) : name;
+    page.label(short, 4, n * each + each / 2 + 4);
+    page.label(bytes(amount), 336 + amount / high * (page.width - 440), n * each + each / 2 + 4);
   });
   $('oom-table').replaceChildren();
   const more = (id, caption, head, lines) => {

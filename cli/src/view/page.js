@@ -17,7 +17,46 @@ function begin(id) {
     pen.fillStyle = colour;
     pen.fillRect(x, y, Math.max(place(right) - x, 1 / scale), Math.max(place(bottom) - y, 1 / scale));
   };
-  return { pen, width, height, add, ink: ink('--ink'), rest: ink('--rest') };
+  // A text on the ground of the page, unless it would lie on another one or leave the picture.
+  const own = labels[id] = [];
+  const label = (text, left, base) => {
+    const wide = pen.measureText(text).width, box = [left - 2, base - 12, left + wide + 2, base + 4];
+    const free = other => box[0] >= other[2] || box[2] <= other[0] || box[1] >= other[3] || box[3] <= other[1];
+    if (box[0] < 0 || box[1] < 0 || box[2] > width || box[3] > height || !own.every(free)) return;
+    own.push([...box, text]);
+    pen.globalAlpha = 0.8;
+    pen.fillStyle = ink('--ground');
+    pen.fillRect(box[0], box[1], box[2] - box[0], box[3] - box[1]);
+    pen.globalAlpha = 1;
+    pen.fillStyle = ink('--ink');
+    pen.fillText(text, left, base);
+  };
+  return { pen, width, height, add, label, ink: ink('--ink'), rest: ink('--rest') };
+}
+
+// A round distance between ticks: the next power of two, or 1, 2 or 5 times a power of ten.
+function distance(least, binary) {
+  if (binary) return 2 ** Math.ceil(Math.log2(Math.max(1, least)));
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, least)));
+  return power * [1, 2, 5, 10].find(factor => power * factor >= least);
+}
+
+// Ticks of both axes: amounts at the left, and rows, with their times where they are known, at the bottom.
+function axes(page, top, y) {
+  const { pen, width, height } = page, [from, to] = visible(), span = state.to - state.from;
+  const amounts = [];
+  if (state.scale === 'log') for (let amount = 1024; amount < top; amount *= 1024) amounts.push(amount);
+  else for (let step = distance(top / 6, true), amount = step; amount < top; amount += step) amounts.push(amount);
+  pen.fillStyle = page.ink;
+  for (const amount of amounts) pen.fillRect(0, y(amount), 6, 1);
+  for (const amount of amounts) page.label(bytes(amount), 10, y(amount) + 4);
+  const step = distance(span / Math.max(1, width / 180), false);
+  for (let row = Math.ceil((from + 1) / step) * step; row <= to; row += step) {
+    const x = (row - 0.5 - state.from) / span * width, time = timeOf(row - 1);
+    pen.fillStyle = page.ink;
+    pen.fillRect(x, height - 6, 1, 6);
+    page.label('row ' + row + (time === undefined ? '' : ', ' + duration(time)), x + 4, height - 5);
+  }
 }
 
 function cursor(page) {
@@ -70,7 +109,8 @@ function drawCurves() {
   if (limit && limit < top) {
     pen.fillStyle = page.ink;
     pen.fillRect(0, y(limit), width, 1);
-    pen.fillText('limit ' + bytes(limit), 4, y(limit) + 14);
+    const text = 'limit ' + bytes(limit);
+    page.label(text, width - pen.measureText(text).width - 6, y(limit) + 15);
     drawn.curves++;
   }
   drawn.failed = 0;
@@ -80,8 +120,7 @@ function drawCurves() {
     pen.fillRect((row + 0.5 - state.from) / span * width - 1, 0, 2, height);
     drawn.failed++;
   }
-  pen.fillStyle = page.ink;
-  pen.fillText(bytes(top / 1.05), 4, 12);
+  axes(page, top, y);
   cursor(page);
   chosen(page);
 }
@@ -227,10 +266,11 @@ function sumTables(where, caption, sign) {
 }
 
 function fillTables() {
-  const row = state.row, { found, count } = largest(row, 20);
-  $('figures').textContent = rows === 0 ? 'No row was replayed.' : 'After row ' + (row + 1) + ': requested ' +
+  const row = state.row, { found, count: number } = largest(row, 20);
+  const time = timeOf(row);
+  $('figures').textContent = rows === 0 ? 'No row was replayed.' : 'After row ' + (row + 1) + (time === undefined ? '' : ', at ' + duration(time)) + ': requested ' +
     bytes(curves.requested[row]) + ', allocated ' + bytes(curves.allocated[row]) + ', reserved ' + bytes(curves.reserved[row]);
-  $('live-words').textContent = count + ' blocks are live after row ' + (row + 1) + '.';
+  $('live-words').textContent = 'Live after row ' + (row + 1) + ': ' + count(number, 'block') + '.';
   table($('live'), 'The largest', HEAD, found.map(line));
   sumTables($('live-sums'), 'All', block => alive(block, row));
   const [one, two] = [state.marked, row];
@@ -381,19 +421,35 @@ function recordedFacts() {
   return memory === null ? [] : ['recorded with ' + (limit === null ? 'no limit' : 'limit ' + bytes(limit)) + ' on a device of ' + bytes(memory)];
 }
 
+// The most that was requested and reserved, what held the most of it, and why the program or the replay failed.
+function summary() {
+  if (!rows) return 'No row was replayed.';
+  const requested = extent('requested', 0, rows)[1], reserved = extent('reserved', 0, rows)[1], peak = peakRow(0, rows);
+  const limit = meta.recorded.limit ?? meta.limit, oom = meta.out_of_memory;
+  const words = ['Peak ' + bytes(requested) + ' requested, ' + bytes(reserved) + ' reserved',
+    ...(requested ? ['ratio ' + (reserved / requested).toFixed(3)] : []), 'limit ' + (limit === null ? 'none' : bytes(limit))];
+  const most = [...sums(block => alive(block, peak)).context].sort((a, b) => b[1].bytes - a[1].bytes)[0];
+  return words.join(', ') + '.' + (meta.contexts.length && most ? ' Most of it at the peak: ' + contextName(most[0]) +
+    ', ' + bytes(most[1].bytes) + '.' : '') + (!oom ? '' : ' Out of memory at row ' + (oom.recorded ? oom.row + 1 : rows) +
+    (oom.cause === null ? '' : ', cause: ' + oom.cause) + '.');
+}
+
 async function main() {
   document.title = meta.name + ' – cualloc view';
   $('name').textContent = meta.name;
   data = await columns();
   prepare();
-  $('facts').textContent = [rows + ' rows', data.born.length + ' blocks', meta.streams.length + ' streams', meta.policy + ' policy',
+  $('summary').textContent = summary();
+  $('facts').textContent = [count(rows, 'row'), count(data.born.length, 'block'), count(meta.streams.length, 'stream'), meta.policy + ' policy',
     'limit ' + (meta.limit === null ? 'none' : bytes(meta.limit)), bytes(meta.memory) + ' of device memory',
     ...recordedFacts(), ...(meta.config === null ? [] : ['CUALLOC_CONFIG=' + meta.config]), ...meta.warnings].join(', ');
-  if (meta.error !== null) {
+  // The section on memory says what such an error does.
+  if (meta.error !== null && !meta.out_of_memory) {
     $('error').hidden = false;
     $('error').textContent = meta.error;
   }
   $('colour').disabled = !meta.contexts.length;
+  $('colour').value = state.colour;
   blockLegend();
   state.wanted = meta.out_of_memory ? meta.out_of_memory.requested : bySize.order.length ? data.asked[bySize.order[0]] : 0;
   state.to = Math.max(rows, 1);
@@ -413,7 +469,7 @@ async function main() {
   select(meta.error !== null ? rows - 1 : failed >= 0 && failed < rows ? failed : rows ? peakRow(0, rows) : 0);
   // What tests and other scripts may ask.
   window.__view = {
-    state, drawn, curves, data, maps, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw, share, csv,
+    state, drawn, labels, curves, data, maps, extent, stacks, largest, sums, select, view, zoom, reason, contents, look, files, showFiles, draw, share, csv,
   };
 }
 
