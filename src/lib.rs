@@ -76,6 +76,7 @@ pub mod guide {
         architecture "../docs/architecture.md"
         changelog "../CHANGELOG.md"
         clients_c "../docs/clients/c.md"
+        clients_cudarc "../docs/clients/cudarc.md"
         clients_cupy "../docs/clients/cupy.md"
         clients_jax "../docs/clients/jax.md"
         clients_python "../docs/clients/python.md"
