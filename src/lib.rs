@@ -87,6 +87,7 @@ pub mod guide {
         contributing "../CONTRIBUTING.md"
         coverage "../docs/coverage.md"
         decisions "../docs/decisions.md"
+        devices "../docs/devices.md"
         graphs "../docs/graphs.md"
         performance "../docs/performance.md"
         platforms "../docs/platforms.md"

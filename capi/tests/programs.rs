@@ -150,12 +150,20 @@ fn program(standard: &str, name: &str, linked: Linked, arguments: &[&str]) {
 
 /// Runs a program beside the simulated driver, unless there is none or no compiler.
 fn driven(name: &str, arguments: &[&str]) {
+    driven_on("1", name, arguments);
+}
+
+/// [`driven`] on this number of devices.
+fn driven_on(devices: &str, name: &str, arguments: &[&str]) {
     let Some(driver) = simulated_driver() else {
         return;
     };
     if let Some(program) = built("c11", &source("tests/c").join(name), Linked::Shared) {
         let mut command = checked_command(&program, arguments);
-        assert!(run(command.env("CUALLOC_DRIVER", driver)).ends_with("well\n"));
+        command
+            .env("CUALLOC_DRIVER", driver)
+            .env("CUALLOC_SIM_DEVICES", devices);
+        assert!(run(&mut command).ends_with("well\n"));
     }
 }
 
@@ -271,6 +279,11 @@ fn captures_go_through_pools_and_wrong_scopes_are_errors() {
         assert!(output.status.success(), "{said}");
         assert_eq!((&output.stdout[..], &*said), (&b"well\n"[..], ""));
     }
+}
+
+#[test]
+fn two_devices_have_an_allocator_each() {
+    driven_on("2", "devices.c", &[]);
 }
 
 #[test]
