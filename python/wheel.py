@@ -38,17 +38,16 @@ def metadata(version):
         "Metadata-Version: 2.4\n"
         "Name: cualloc\n"
         f"Version: {version}\n"
-        "Summary: A caching allocator of GPU memory for PyTorch, CuPy and RAPIDS\n"
+        "Summary: A caching allocator of GPU memory for PyTorch, CuPy, RAPIDS and NumPy\n"
         "Author: The cualloc developers\n"
-        "Keywords: cuda,gpu,memory,allocator,pytorch,cupy,rmm\n"
+        "Keywords: cuda,gpu,memory,allocator,pytorch,cupy,rmm,numpy,dlpack\n"
         "License-Expression: MIT OR Apache-2.0\n"
         "License-File: LICENSE-APACHE\n"
         "License-File: LICENSE-MIT\n"
         "Requires-Python: >=3.9\n"
         + "".join(f"Classifier: {name}\n" for name in CLASSIFIERS)
         + "".join(f"Project-URL: {label}, {url}\n" for label, url in URLS.items())
-        +
-        "Description-Content-Type: text/markdown\n"
+        + "Description-Content-Type: text/markdown\n"
         f"\n{description}"
     )
 

@@ -137,8 +137,7 @@ def streams_wait_for_each_other():
             tensor.fill_(turn)
         with torch.cuda.stream(theirs):
             # PyTorch names the current stream, which waits.
-            total = torch.from_dlpack(buffer).sum()
-        assert int(total) == turn * (16 << 20), turn
+            assert int(torch.from_dlpack(buffer).sum()) == turn * (16 << 20), turn
         # Memory is not reused while the other stream works on it.
         with torch.cuda.stream(theirs):
             late = torch.from_dlpack(buffer)
@@ -149,7 +148,8 @@ def streams_wait_for_each_other():
         other = cualloc.Buffer(64 * MIB, stream=mine)
         with torch.cuda.stream(mine):
             torch.from_dlpack(other).fill_(255)
-        assert int(total) == turn * (16 << 20), turn
+        with torch.cuda.stream(theirs):
+            assert int(total) == turn * (16 << 20), turn
         other.free()
     torch.cuda.synchronize()
     assert live() == 0
