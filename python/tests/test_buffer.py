@@ -90,7 +90,12 @@ def bytes_go_to_the_device_and_back():
         other.copy_to(memoryview(back)[:1000])
         assert back[:1000] == sent
         raises(ValueError, "found 10 on device 0", other.copy_from, cualloc.Buffer(10))
-        raises(ValueError, "found 1000 on device 1", other.copy_from, cualloc.Buffer(1000, 1))
+        second = cualloc.Buffer(1000, 1)
+        raises(ValueError, "found 1000 on device 1", other.copy_from, second)
+        # Device 0 stays current.
+        second.copy_from(sent)
+        second.copy_to(memoryview(back)[:1000])
+        assert back[:1000] == sent and live(1) == 1000 and cualloc.from_dlpack(second).device == 1
         other.free()
         assert "on device 0: uint8 (1000,), 1000 bytes" in repr(buffer)
     assert live() == 0 and "freed" in repr(buffer)
