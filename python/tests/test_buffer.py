@@ -264,6 +264,14 @@ def capsules_without_a_consumer_release_their_tensors():
         assert live() == 4096
         del capsule
         assert live() == 0
+    # The consumer's stream is destroyed first.
+    theirs = stream(library)
+    buffer = cualloc.Buffer(5 << 20)
+    capsule = buffer.__dlpack__(stream=theirs)
+    assert library.cuStreamDestroy_v2(ctypes.c_void_p(theirs)) == 0
+    del capsule
+    buffer.free()
+    assert live() == 0 and cualloc.Buffer(5 << 20).nbytes == 5 << 20
     # While an exception is raised, which stays.
     buffer = cualloc.Buffer(4096)
 
