@@ -189,8 +189,8 @@
 #define CUALLOC_SELECT_POOL 2
 
 /**
- * The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the zero-terminated text of the
- * tag.
+ * The memory of all graph pools and ranges with a tag (cualloc_pool_create_tagged, cualloc_torch_pool_tag,
+ * cualloc_range_create); `which` is the zero-terminated text of the tag.
  */
 #define CUALLOC_SELECT_TAG 3
 
@@ -1414,6 +1414,22 @@ int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
 int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
 
 /**
+ * Releases free memory of a pool to the driver, as far as whole handles are free, after waiting for the work that uses
+ * them. A pool that a graph or a capture in progress may use keeps its memory. Writes the released bytes to *released,
+ * unless it is null.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool; CUALLOC_CLOSED for a pool that was released; CUALLOC_SUSPENDED;
+ * CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *released is then 0.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `released` is null or writable.
+ */
+int32_t cualloc_pool_empty_cache(struct cualloc_pool_t *pool,
+                                 uint64_t *released);
+
+/**
  * Writes the current statistics of a pool. Set out->struct_size before the call. The pool's bytes are not part of the
  * figures of cualloc_stats, but they count against the limit.
  *
@@ -2071,6 +2087,24 @@ int32_t cualloc_torch_pool_release(int32_t device, struct cualloc_torch_pool_id_
 int32_t cualloc_torch_pool_retain(int32_t device,
                                   struct cualloc_torch_pool_id_t id,
                                   const struct cualloc_source_t *source);
+
+/**
+ * Sets the tag of the pool with this id (cualloc_pool_create_tagged), in place of an earlier one. If there is no such
+ * pool now, it gets the tag when it is created. The tag holds for all memory of the pool, also that of graphs that
+ * were captured before.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a tag as in cualloc_pool_create_tagged; CUALLOC_SUSPENDED while the pool is
+ * suspended; CUALLOC_UNSUPPORTED for a pool with segments of another allocator; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST.
+ * After an error the tag is unchanged.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * `tag` is null or zero-terminated.
+ */
+int32_t cualloc_torch_pool_tag(int32_t device,
+                               struct cualloc_torch_pool_id_t id,
+                               const char *tag);
 
 /**
  * Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such

@@ -257,6 +257,67 @@ fn a_pool_over_a_source_frees_its_segments_and_then_the_source() {
 }
 
 #[test]
+fn pools_of_pytorch_have_tags_and_return_their_free_memory() {
+    let _one = world();
+    shared_is_simulated();
+    let (asked, id, none) = (Asked::default(), torch_id(78), torch_id(79));
+    let tag = |id, text: *const std::ffi::c_char| {
+        // SAFETY: texts end with a zero.
+        unsafe { cualloc_torch_pool_tag(0, id, text) }
+    };
+    // The tag of a pool that does not exist yet, and another one in its place.
+    assert_eq!(tag(id, c"early".as_ptr()), CUALLOC_OK);
+    // SAFETY: there is no source.
+    let code = unsafe { cualloc_torch_pool_retain(0, id, null_mut()) };
+    assert_eq!(code, CUALLOC_OK);
+    assert_eq!(tag(id, null_mut()), CUALLOC_INVALID_ARGUMENT);
+    let pool = cualloc_torch_pool(0, id);
+    let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+    assert_eq!(code, CUALLOC_OK);
+    // SAFETY: the stream is the thread's own.
+    let blocks = [(); 3].map(|()| unsafe { cualloc_torch_alloc(2 << 20, 0, 2 as *mut c_void) });
+    let suspend = |tag: &std::ffi::CStr| {
+        let (mut allocator, mut bytes) = (null_mut(), 0);
+        // SAFETY: the pointers are to locals, and nothing uses the memory.
+        unsafe {
+            assert_eq!(cualloc_shared(0, &mut allocator), CUALLOC_OK);
+            let which = tag.as_ptr().cast_mut().cast();
+            let (all, drop) = (CUALLOC_SELECT_TAG, CUALLOC_CONTENTS_DROP);
+            let code = cualloc_suspend(allocator, all, which, drop, &mut bytes);
+            let resumed = cualloc_resume(allocator, all, which, &mut 0);
+            assert_eq!(resumed, code);
+            (code, bytes)
+        }
+    };
+    let (code, held) = suspend(c"early");
+    assert_eq!(code, CUALLOC_OK);
+    assert!(held >= 6 << 20, "{held}");
+    assert_eq!(tag(id, c"late".as_ptr()), CUALLOC_OK);
+    assert_eq!(suspend(c"early"), (CUALLOC_INVALID_ARGUMENT, 0));
+    assert_eq!(suspend(c"late"), (CUALLOC_OK, held));
+    let empty = |pool| {
+        let mut released = 1;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { cualloc_pool_empty_cache(pool, &mut released) };
+        (code, released)
+    };
+    assert_eq!(empty(pool), (CUALLOC_OK, held - (6 << 20)));
+    // SAFETY: nothing uses it.
+    unsafe { cualloc_torch_delete(blocks[1]) };
+    assert_eq!(empty(pool), (CUALLOC_OK, 2 << 20));
+    for block in [blocks[0], blocks[2]] {
+        // SAFETY: as above.
+        unsafe { cualloc_torch_delete(block) };
+    }
+    assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+    assert_eq!(empty(pool), (CUALLOC_OK, 4 << 20));
+    assert_eq!(cualloc_torch_pool_release(0, id), CUALLOC_OK);
+    assert_eq!(empty(pool), (CUALLOC_CLOSED, 0));
+    assert_eq!(empty(null_mut()), (CUALLOC_INVALID_ARGUMENT, 0));
+    assert!(cualloc_torch_pool(0, none).is_null());
+}
+
+#[test]
 fn deferred_frees_are_retried_when_a_scope_ends_although_others_are_open() {
     let _one = world();
     shared_is_simulated();

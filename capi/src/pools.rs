@@ -260,6 +260,34 @@ pub extern "C" fn cualloc_pool_release(pool: *mut cualloc_pool_t) -> i32 {
     call(|| pool_table::release(pool))
 }
 
+/// Releases free memory of a pool to the driver, as far as whole handles are free, after waiting for the work that uses
+/// them. A pool that a graph or a capture in progress may use keeps its memory. Writes the released bytes to *released,
+/// unless it is null.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool; CUALLOC_CLOSED for a pool that was released; CUALLOC_SUSPENDED;
+/// CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. *released is then 0.
+///
+/// May be called from any thread.
+///
+/// # Safety
+/// `released` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_pool_empty_cache(
+    pool: *mut cualloc_pool_t,
+    released: *mut u64,
+) -> i32 {
+    let mut bytes = 0;
+    let code = call(|| {
+        bytes = pool_table::with(pool, |pool, _| pool.empty_cache())?;
+        Ok(())
+    });
+    if !released.is_null() {
+        // SAFETY: the caller's contract.
+        unsafe { released.write(bytes) };
+    }
+    code
+}
+
 /// Writes the current statistics of a pool. Set out->struct_size before the call. The pool's bytes are not part of the
 /// figures of cualloc_stats, but they count against the limit.
 ///

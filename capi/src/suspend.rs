@@ -15,8 +15,8 @@ pub const CUALLOC_SELECT_ALL: i32 = 0;
 /// The memory of a graph pool; `which` is its handle (cualloc_pool_create).
 pub const CUALLOC_SELECT_POOL: i32 = 2;
 
-/// The memory of all graph pools with a tag (cualloc_pool_create_tagged); `which` is the zero-terminated text of the
-/// tag.
+/// The memory of all graph pools and ranges with a tag (cualloc_pool_create_tagged, cualloc_torch_pool_tag,
+/// cualloc_range_create); `which` is the zero-terminated text of the tag.
 pub const CUALLOC_SELECT_TAG: i32 = 3;
 
 /// Contents are lost: they are undefined after the resume until they are written.

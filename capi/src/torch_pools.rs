@@ -7,19 +7,19 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::ptr;
 use std::sync::atomic::Ordering;
 
-use cualloc::ThreadId;
 use cualloc::held::{Locked, Mutex};
+use cualloc::{Tag, ThreadId};
 
 use crate::entry::{call, value};
 use crate::pool_table::{self, PoolKind};
 use crate::pools::{CUALLOC_SCOPE_WHEN, cualloc_done_t, cualloc_scope_t, cualloc_when_t, enter};
 use crate::results::{CUALLOC_NOT_LIVE, Failure};
 use crate::sources::{self, cualloc_source_t};
-use crate::{cualloc_pool_t, handle_table, shared, torch};
+use crate::{cualloc_pool_t, handle_table, shared, tags, torch};
 
 /// PyTorch's id of a pool, passed by value (MempoolId_t).
 #[repr(C)]
@@ -59,6 +59,8 @@ struct Open {
 struct Known {
     pools: BTreeMap<Name, Pool>,
     open: Vec<Open>,
+    /// Kept when a pool is released: PyTorch may use its id again.
+    tags: BTreeMap<Name, Tag>,
 }
 
 /// Result of cualloc_torch_pool_state: the scope was ended, or never begun.
@@ -77,6 +79,7 @@ fn known() -> Result<Locked<'static, Known>, Failure> {
     static KNOWN: Mutex<Known> = Mutex::new(Known {
         pools: BTreeMap::new(),
         open: Vec::new(),
+        tags: BTreeMap::new(),
     });
     handle_table::refuse_child()?;
     Ok(KNOWN.lock())
@@ -93,10 +96,17 @@ fn count_use(name: Name, kind: PoolKind) -> Result<u64, Failure> {
         handle: made,
         begun: 0,
     };
-    let handle = known()?.pools.entry(name).or_insert(new).begin();
+    let (handle, tag) = {
+        let mut known = known()?;
+        let handle = known.pools.entry(name).or_insert(new).begin();
+        (handle, known.tags.get(&name).copied())
+    };
     if handle != made {
         // Another thread was faster.
         pool_table::release(made as *mut cualloc_pool_t)?;
+    } else if let Some(tag) = tag {
+        // A pool over segments of another allocator has no tag.
+        let _ = pool_table::with(made as *mut cualloc_pool_t, |pool, _| pool.set_tag(tag));
     }
     Ok(handle)
 }
@@ -220,6 +230,46 @@ pub unsafe extern "C" fn cualloc_torch_pool_retain(
             false => unsafe { sources::kind_of(source) }?,
         };
         count_use((device, id), kind).map(drop)
+    })
+}
+
+/// Sets the tag of the pool with this id (cualloc_pool_create_tagged), in place of an earlier one. If there is no such
+/// pool now, it gets the tag when it is created. The tag holds for all memory of the pool, also that of graphs that
+/// were captured before.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a tag as in cualloc_pool_create_tagged; CUALLOC_SUSPENDED while the pool is
+/// suspended; CUALLOC_UNSUPPORTED for a pool with segments of another allocator; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST.
+/// After an error the tag is unchanged.
+///
+/// May be called from any thread.
+///
+/// # Safety
+/// `tag` is null or zero-terminated.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_pool_tag(
+    device: i32,
+    id: cualloc_torch_pool_id_t,
+    tag: *const c_char,
+) -> i32 {
+    call(|| {
+        // SAFETY: the caller's contract.
+        let (name, tag) = ((device, id), unsafe { tags::of(tag) }?);
+        let (handle, before) = {
+            let mut known = known()?;
+            let before = known.tags.insert(name, tag);
+            (known.pools.get(&name).map(|pool| pool.handle), before)
+        };
+        let set = handle.map_or(Ok(()), |handle| {
+            pool_table::with(handle as *mut cualloc_pool_t, |pool, _| pool.set_tag(tag))
+        });
+        if set.is_err() {
+            let mut known = known()?;
+            match before {
+                Some(before) => known.tags.insert(name, before),
+                None => known.tags.remove(&name),
+            };
+        }
+        set
     })
 }
 

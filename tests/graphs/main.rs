@@ -30,6 +30,7 @@ mod buffers;
 #[allow(dead_code)]
 #[path = "../judge/checker/mod.rs"]
 mod checker;
+mod emptied;
 mod idle;
 mod judged;
 mod kept;

@@ -110,6 +110,24 @@ fn blocks_lie_in_the_segments_of_the_source() {
 }
 
 #[test]
+fn free_segments_return_to_the_source() {
+    over_a_source(|rig, allocator, source, pool, stream| {
+        let scope = pool.enter(Scope::Thread).unwrap();
+        let blocks = [3, 9, 5].map(|mib| used(rig, &allocator, mib * MIB, &stream));
+        let [kept, free, more] = blocks;
+        drop((free, more));
+        assert_eq!(pool.empty_cache().unwrap(), 16 * MIB as u64);
+        assert_eq!(source.segments(), [(kept.ptr(), 4 * MIB as u64)]);
+        drop(used(rig, &allocator, 9 * MIB, &stream));
+        assert_eq!(source.segments().len(), 2);
+        drop((kept, scope));
+        assert_eq!(pool.empty_cache().unwrap(), 14 * MIB as u64);
+        assert_eq!(source.segments(), []);
+        allocator.check().unwrap();
+    });
+}
+
+#[test]
 fn captures_use_segments_as_long_as_their_graphs_exist() {
     over_a_source(|rig, allocator, source, pool, stream| {
         let mut block = None;

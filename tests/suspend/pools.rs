@@ -123,6 +123,35 @@ fn tags_select_what_is_suspended_and_kept() {
 }
 
 #[test]
+fn a_tag_set_later_selects_what_graphs_already_use() {
+    pooled(|rig, allocator, pool, [stream]| {
+        let (graph, output) = program(rig, &allocator, &pool, &stream);
+        let mut exec = graph.instantiate().unwrap();
+        launch(&mut exec, &stream);
+        let (early, late) = (
+            Select::Tag(Tag::new("early")),
+            Select::Tag(Tag::new("late")),
+        );
+        pool.set_tag("early").unwrap();
+        pool.set_tag("late").unwrap();
+        assert_matches!(
+            try_suspend(&allocator, early, Contents::Drop),
+            Err(Error::GraphPool(GraphPoolError::UnknownTag {
+                tag: "early"
+            }))
+        );
+        let physical = pool.footprint().unwrap().physical;
+        let done = try_suspend(&allocator, late, Contents::Drop).unwrap();
+        assert_eq!(done.bytes, physical);
+        // A suspended pool is resumed by the tag that suspended it.
+        assert_matches!(pool.set_tag("early"), Err(Error::Suspended));
+        allocator.resume(late).unwrap();
+        launch(&mut exec, &stream);
+        assert_eq!(rig.mismatches(output.ptr(), 2 * MIB, 77, &stream), 0);
+    });
+}
+
+#[test]
 fn a_pool_is_not_suspended_in_a_capture_and_not_without_room() {
     packed(|rig| {
         let (allocator, [stream]) = rig.scene_limit(16 * MIB);

@@ -246,6 +246,15 @@ impl GraphPool {
         })
     }
 
+    /// Releases free memory of the pool to the driver, as far as whole handles are free, after waiting for the work that
+    /// uses them. Returns the bytes. A pool with a lease of a graph, or that a capture in progress uses, keeps its memory.
+    ///
+    /// # Errors
+    /// [`Error::Suspended`], driver errors, and as [`footprint`](Self::footprint).
+    pub fn empty_cache(&self) -> Result<u64, Error> {
+        pools::empty_cache(self.allocator.engine(), self.id)
+    }
+
     /// Declares that no further capture uses the pool: its memory is released to the driver as soon as no graph and no
     /// block uses it. Open scopes have no effect from here on.
     ///

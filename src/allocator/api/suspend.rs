@@ -22,7 +22,7 @@ pub enum Select<'a> {
     /// The memory of one growable range.
     Range(&'a Range),
     /// The memory of all graph pools and ranges with a tag ([`Allocator::graph_pool_for`],
-    /// [`RangeOptions::tag`](crate::allocator::RangeOptions::tag)).
+    /// [`GraphPool::set_tag`], [`RangeOptions::tag`](crate::allocator::RangeOptions::tag)).
     Tag(Tag),
 }
 
@@ -52,15 +52,7 @@ impl Allocator {
     /// As [`graph_pool`](Self::graph_pool).
     pub fn graph_pool_for(&self, tag: impl Into<Tag>) -> Result<GraphPool, Error> {
         let pool = self.graph_pool()?;
-        let mut guard = self.engine().open()?;
-        let heap = &mut *guard;
-        let pools = &heap.graphs.pools;
-        let known =
-            |target: &Target| !matches!(target, Target::Pool(id) if !pools.contains_key(id));
-        heap.suspended.tags.retain(|target, _| known(target));
-        let target = Target::Pool(pool.id());
-        heap.suspended.tags.insert(target, tag.into());
-        drop(guard);
+        pool.set_tag(tag)?;
         Ok(pool)
     }
 
@@ -130,6 +122,16 @@ impl Allocator {
 }
 
 impl GraphPool {
+    /// Sets the pool's tag, in place of an earlier one ([`Allocator::graph_pool_for`]). Memory that the pool already has
+    /// and that graphs already use is suspended by the tag, too.
+    ///
+    /// # Errors
+    /// [`Error::Suspended`] while the pool is suspended; [`Error::NotSupported`] for a pool over segments of another
+    /// allocator, which cannot be suspended; [`GraphPoolError::Released`], [`Error::Closed`].
+    pub fn set_tag(&self, tag: impl Into<Tag>) -> Result<(), Error> {
+        run::set_tag(self.allocator().engine(), self.id(), tag.into())
+    }
+
     /// Checks that the pool is not suspended. Call it before launching a graph that uses the pool: a launch on a
     /// suspended pool would access addresses without memory.
     ///

@@ -1,7 +1,7 @@
 //! The memory of one graph pool: its free memory with its uses, its live blocks, and its views.
 //!
 //! Bytes are identified by their home addresses, as everywhere in the allocator; a view is a second mapping of handles.
-//! No mapping is removed before the whole arena is unmapped, so that every address in a graph stays valid.
+//! No mapping is removed while a graph may use the pool, so that every address in a graph stays valid.
 
 mod free;
 
@@ -45,6 +45,13 @@ pub(crate) struct Tag {
     pub captured: bool,
     /// Like [`captured`](Self::captured), for the graphs with these leases only.
     pub touched: Vec<Lease>,
+}
+
+impl Tag {
+    /// Whether no work outside captures and no capture in progress may use the memory.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.pending.is_empty() && self.marks.is_empty()
+    }
 }
 
 /// A range of bytes by its home address.

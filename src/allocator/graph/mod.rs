@@ -130,6 +130,11 @@ impl Pool {
         self.unreported || self.has_leases()
     }
 
+    /// Whether no call is working on its memory, which is present, and no graph can use it.
+    fn is_unleased(&self) -> bool {
+        self.calls == 0 && !self.suspended && !self.is_leased()
+    }
+
     /// Whether it has memory, and no live block.
     pub(crate) fn has_only_free(&self) -> bool {
         self.arena.live.is_empty() && self.arena.has_memory()
@@ -495,19 +500,19 @@ impl Graphs {
 
     /// Whether nothing uses a pool's memory, and no graph can: no lease, no block, no work, no capture.
     pub(crate) fn is_idle(&self, id: u64) -> bool {
-        let mut served = self.captures.values().flat_map(|known| &known.served);
-        if served.any(|(_, pool)| *pool == id) {
-            return false;
-        }
-        self.pools.get(&id).is_some_and(|pool| {
+        let pool = self.pools.get(&id).filter(|_| !self.is_captured(id));
+        pool.is_some_and(|pool| {
             let arena = &pool.arena;
-            let quiet = |tag: &Tag| tag.pending.is_empty() && tag.marks.is_empty();
-            pool.calls == 0
-                && !pool.suspended
-                && !pool.is_leased()
+            pool.is_unleased()
                 && arena.live.is_empty()
-                && arena.tags().all(|(_, tag)| quiet(tag))
+                && arena.tags().all(|(_, tag)| tag.is_quiet())
         })
+    }
+
+    /// Whether a capture in progress got memory of a pool.
+    pub(crate) fn is_captured(&self, id: u64) -> bool {
+        let mut served = self.captures.values().flat_map(|known| &known.served);
+        served.any(|(_, pool)| *pool == id)
     }
 
     /// Whether a released pool is suspended and has no lease, no block and no call in progress.

@@ -1,6 +1,8 @@
 //! Segments that a pool gets from a source, and the release of a pool's memory.
 
-use crate::allocator::graph::arena::{Arena, Handle, Part, Tag};
+use std::collections::BTreeMap;
+
+use crate::allocator::graph::arena::{Arena, Handle, Part, Tag, View};
 use crate::allocator::graph::source::Source;
 use crate::allocator::graph::{Graphs, Pool};
 use crate::allocator::report::PhysicalSegment;
@@ -59,6 +61,19 @@ impl Graphs {
         taken
     }
 
+    /// Takes out the free handles of a pool that no graph can use, and the views that show nothing else. `None` if there
+    /// are none.
+    pub(crate) fn take_free(&mut self, id: u64) -> Option<Arena> {
+        if self.is_captured(id) {
+            return None;
+        }
+        let pool = self.pools.get_mut(&id).filter(|pool| pool.is_unleased())?;
+        let taken = pool.arena.take_free(pool.source.is_some())?;
+        pool.calls += 1;
+        pool.planned += taken.held();
+        Some(taken)
+    }
+
     /// Returns to a pool what could not be released of its memory.
     pub(crate) fn put_back(&mut self, id: u64, held: u64, left: Arena) {
         if let Some(pool) = self.pools.get_mut(&id) {
@@ -68,6 +83,18 @@ impl Graphs {
         }
         self.recount();
         self.forget_released();
+    }
+
+    /// Makes addresses of a pool usable again whose memory was released: home addresses, and views.
+    pub(crate) fn reuse(&mut self, id: u64, homes: &[(u64, u64)], sites: &[(u64, u64)]) {
+        if let Some(Pool { arena, .. }) = self.pools.get_mut(&id) {
+            homes
+                .iter()
+                .for_each(|(at, bytes)| arena.homes.put(*at, *bytes));
+            sites
+                .iter()
+                .for_each(|(at, bytes)| arena.sites.put(*at, *bytes));
+        }
     }
 
     /// Removes released pools that hold nothing.
@@ -127,6 +154,61 @@ impl Graphs {
 }
 
 impl Arena {
+    /// Takes out free handles of which no work is pending, and the views that show only such handles. The addresses of
+    /// segments of a `source` leave with them.
+    fn take_free(&mut self, source: bool) -> Option<Arena> {
+        self.merge_recent();
+        let runs = self.runs(Tag::is_quiet);
+        let is_free = |home: u64, bytes: u64| {
+            let run = runs.get(runs.partition_point(|run| run.1 <= home));
+            run.is_some_and(|run| run.0 <= home && home + bytes <= run.1)
+        };
+        let handles = self.handles.iter();
+        let free = handles.filter(|(home, handle)| is_free(**home, handle.bytes));
+        let mut free: BTreeMap<u64, Handle> = free.map(|(home, handle)| (*home, *handle)).collect();
+        loop {
+            let before = free.len();
+            for view in self.views.values() {
+                if view
+                    .handles
+                    .iter()
+                    .any(|(home, _)| !free.contains_key(home))
+                {
+                    view.handles.iter().for_each(|(home, _)| {
+                        free.remove(home);
+                    });
+                }
+            }
+            if free.len() == before {
+                break;
+            }
+        }
+        if free.is_empty() {
+            return None;
+        }
+        let shows = |view: &View| view.handles.iter().all(|(home, _)| free.contains_key(home));
+        let views = std::mem::take(&mut self.views).into_iter();
+        let (views, left) = views.partition(|(_, view)| shows(view));
+        self.views = left;
+        for (home, handle) in &free {
+            let granules = (handle.bytes / GRANULE) as u32;
+            let part = Part {
+                home: *home,
+                granules,
+            };
+            self.take_each(part, |_, _| {});
+            self.handles.remove(home);
+            if source {
+                self.homes.spans.remove(home);
+            }
+        }
+        let mut taken = Arena::default();
+        (taken.handles, taken.views) = (free, views);
+        let views = taken.views.values().map(View::bytes);
+        self.mapped -= taken.held() + views.sum::<u64>();
+        Some(taken)
+    }
+
     /// Adds a segment of a source as free memory.
     pub(crate) fn add_segment(&mut self, home: u64, bytes: u64) {
         self.homes.add(home, bytes, false);

@@ -10,6 +10,7 @@ use crate::allocator::engine::device;
 use crate::allocator::engine::release;
 use crate::allocator::engine::segment_hooks::{Segment, SegmentChange};
 use crate::allocator::graph::run::pools;
+use crate::allocator::graph::run::refuse_released;
 use crate::allocator::heap::Heap;
 use crate::allocator::inspect::shortage::short_of;
 use crate::allocator::physical::commit::PhysicalConfig;
@@ -96,6 +97,20 @@ impl Selected {
             (false, _) => Ok(meant),
         }
     }
+}
+
+/// Sets the tag of a pool.
+pub(crate) fn set_tag(engine: &Engine, pool: u64, tag: Tag) -> Result<(), Error> {
+    let mut heap = engine.open()?;
+    let heap = &mut *heap;
+    refuse_released(&heap.graphs, pool)?;
+    heap.graphs.ensure_present(pool)?;
+    target::refuse_source(&heap.graphs, pool)?;
+    let pools = &heap.graphs.pools;
+    let known = |target: &Target| !matches!(target, Target::Pool(id) if !pools.contains_key(id));
+    heap.suspended.tags.retain(|target, _| known(target));
+    heap.suspended.tags.insert(Target::Pool(pool), tag);
+    Ok(())
 }
 
 /// A suspension or resume in progress, which excludes any other.

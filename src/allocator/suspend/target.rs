@@ -68,19 +68,27 @@ fn close_pool(graphs: &mut Graphs, id: u64) -> Result<(), Error> {
         let stream = capture.streams.first().map_or(0, |known| known.user.raw);
         return Err(Error::Capturing { stream });
     }
-    let Some(pool) = graphs.pools.get_mut(&id) else {
+    let Some(pool) = graphs.pools.get(&id) else {
         return Err(Error::GraphPool(GraphPoolError::Released));
     };
     if pool.calls > 0 {
         return Err(busy_error(u64::from(pool.calls), pool.arena.held()));
     }
-    if pool.source.is_some() {
-        return Err(Error::NotSupported {
-            what: "suspension of segments of another allocator",
-        });
+    refuse_source(graphs, id)?;
+    if let Some(pool) = graphs.pools.get_mut(&id) {
+        pool.suspended = true;
     }
-    pool.suspended = true;
     Ok(())
+}
+
+/// Fails for a pool whose segments come from another allocator.
+pub(crate) fn refuse_source(graphs: &Graphs, id: u64) -> Result<(), Error> {
+    match graphs.source_of(id) {
+        Some(_) => Err(Error::NotSupported {
+            what: "suspension of segments of another allocator",
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Opens a target for requests again.

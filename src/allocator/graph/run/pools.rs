@@ -17,6 +17,7 @@ use crate::allocator::engine::segment_hooks::SegmentChange;
 use crate::allocator::engine::segments;
 use crate::allocator::extent::hash::Mixed;
 use crate::allocator::extent::record::SpaceId;
+use crate::allocator::graph::arena::Arena;
 use crate::allocator::graph::checkpoint::Layout;
 use crate::allocator::graph::commit;
 use crate::allocator::graph::plan::Plan;
@@ -339,41 +340,84 @@ pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
             false => heap.graphs.take_idle(all),
         }
     };
-    for (pool, mut arena) in taken {
-        let held = arena.held();
-        let homes = arena.at_home();
-        let source = engine.lock().graphs.source_of(pool);
-        let dying = homes.iter().map(|(home, bytes)| (*home, *bytes));
-        segments::report(engine, SegmentChange::Death, Some(pool), dying);
-        match &source {
-            Some(source) => source.free_all(&mut arena),
-            None => first = first.and(commit::dissolve(&engine.context, &mut arena)),
-        }
-        let addresses = arena.take_addresses();
-        released += held - arena.held();
-        {
-            let mut heap = engine.lock();
-            let left = arena.at_home();
-            for (home, bytes) in &homes {
-                if !left.contains_key(home) {
-                    heap.suspended.forget_segment(*home);
-                    heap.recorder.record_memory(
-                        Kind::Unmap,
-                        (*home, *bytes),
-                        (SpaceId::Large, true),
-                    );
-                }
-            }
-            for (base, bytes) in &addresses {
-                heap.extents.lookup.forget(*base, *bytes);
-            }
-            heap.graphs.put_back(pool, held, arena);
-        }
-        for (base, bytes) in addresses {
-            engine.addresses.give_back(base, bytes);
-        }
+    for (pool, arena) in taken {
+        let (bytes, result) = release_arena(engine, pool, arena, false);
+        released += bytes;
+        first = first.and(result);
     }
     let ended = engine.lock().graphs.take_ended_sources();
     drop(ended);
     first.map(|()| released).map_err(|e| engine.error(e))
+}
+
+/// Releases free memory of a pool to the driver, handle by handle, unless a graph can use the pool. Waits for the work
+/// that free memory is pending on. Returns the bytes.
+pub(crate) fn empty_cache(engine: &Engine, pool: u64) -> Result<u64, Error> {
+    engine.free_deferred();
+    contexts::review_captures(engine);
+    poll_events(engine, pool, true)?;
+    let taken = {
+        let mut heap = engine.open()?;
+        refuse_released(&heap.graphs, pool)?;
+        heap.graphs.ensure_present(pool)?;
+        heap.graphs.take_free(pool)
+    };
+    let Some(arena) = taken else {
+        return Ok(0);
+    };
+    let (released, result) = release_arena(engine, pool, arena, true);
+    result.map(|()| released).map_err(|e| engine.error(e))
+}
+
+/// Releases the memory of an arena that was taken out of a pool, and returns to the pool what could not be released;
+/// with `stays` also the addresses, otherwise they are given back. Returns the released bytes.
+fn release_arena(
+    engine: &Engine,
+    pool: u64,
+    mut arena: Arena,
+    stays: bool,
+) -> (u64, Result<(), DriverError>) {
+    let held = arena.held();
+    let mut homes: Vec<(u64, u64)> = arena.at_home().into_iter().collect();
+    let views = arena.views.iter();
+    let mut sites: Vec<(u64, u64)> = views.map(|(base, view)| (*base, view.bytes())).collect();
+    let source = engine.lock().graphs.source_of(pool);
+    segments::report(
+        engine,
+        SegmentChange::Death,
+        Some(pool),
+        homes.iter().copied(),
+    );
+    let result = match &source {
+        Some(source) => {
+            source.free_all(&mut arena);
+            Ok(())
+        }
+        None => commit::dissolve(&engine.context, &mut arena),
+    };
+    let addresses = arena.take_addresses();
+    let released = held - arena.held();
+    let left = arena.at_home();
+    homes.retain(|(home, _)| !left.contains_key(home));
+    sites.retain(|(base, bytes)| arena.lost.range(*base..base + bytes).next().is_none());
+    {
+        let mut heap = engine.lock();
+        for (home, bytes) in &homes {
+            heap.suspended.forget_segment(*home);
+            let place = (SpaceId::Large, true);
+            heap.recorder
+                .record_memory(Kind::Unmap, (*home, *bytes), place);
+        }
+        for (base, bytes) in &addresses {
+            heap.extents.lookup.forget(*base, *bytes);
+        }
+        if stays && source.is_none() {
+            heap.graphs.reuse(pool, &homes, &sites);
+        }
+        heap.graphs.put_back(pool, held, arena);
+    }
+    for (base, bytes) in addresses {
+        engine.addresses.give_back(base, bytes);
+    }
+    (released, result)
 }
