@@ -142,6 +142,7 @@ def _functions():
         "cualloc_pool_create_tagged": (code, [handle, text, to(handle)]),
         "cualloc_pool_enter": (code, [handle, to(Scope), to(number)]),
         "cualloc_pool_leave": (code, [handle, number]),
+        "cualloc_pool_empty_cache": (code, [handle, to(number)]),
         "cualloc_pool_footprint": (code, [handle, to(Footprint)]),
         "cualloc_suspend": (code, [handle, ctypes.c_int32, text, ctypes.c_int32, to(number)]),
         "cualloc_resume": (code, [handle, ctypes.c_int32, text, to(number)]),
@@ -156,6 +157,7 @@ def _functions():
         "cualloc_torch_retry_frees": (None, []),
         "cualloc_torch_record_stream": (code, [pointer, pointer]),
         "cualloc_torch_pool": (handle, [ctypes.c_int32, PoolId]),
+        "cualloc_torch_pool_tag": (code, [ctypes.c_int32, PoolId, text]),
         "cualloc_torch_pool_newest": (number, []),
         "cualloc_torch_pool_name": (code, [number, to(ctypes.c_int32), to(PoolId)]),
         "cualloc_torch_pool_state": (code, [number, pointer]),
@@ -350,18 +352,29 @@ def stats(device):
     return figures
 
 
+def _pool_id(id):
+    return PoolId(*(number(part, "a part of a pool's id") for part in id))
+
+
 def graph_pool(device, id):
     """Returns the statistics of a PyTorch pool, identified by its id of two numbers; None if there is no such pool."""
-    id = PoolId(*(number(part, "a part of a pool's id") for part in id))
-    pool = LIBRARY.cualloc_torch_pool(device_number(device), id)
-    if not pool:
-        return None
+    pool = LIBRARY.cualloc_torch_pool(device_number(device), _pool_id(id))
     figures = Footprint(struct_size=ctypes.sizeof(Footprint))
-    code = LIBRARY.cualloc_pool_footprint(pool, ctypes.byref(figures))
-    if code == CLOSED:  # It was released meanwhile.
+    code = LIBRARY.cualloc_pool_footprint(pool, ctypes.byref(figures)) if pool else CLOSED
+    if code == CLOSED:  # It may have been released meanwhile.
         return None
     checked(code)
     return plain(figures)
+
+
+def empty_pool(device, id):
+    """Releases the free memory of a PyTorch pool, identified by its id. Returns the bytes."""
+    pool, released = LIBRARY.cualloc_torch_pool(device_number(device), _pool_id(id)), ctypes.c_uint64()
+    _make_up()
+    LIBRARY.cualloc_torch_retry_frees()
+    code = LIBRARY.cualloc_pool_empty_cache(pool, ctypes.byref(released)) if pool else CLOSED
+    checked(OK if code == CLOSED else code)
+    return released.value
 
 
 # The pools of tagged memory, by device and tag. They live as long as the process.
@@ -383,6 +396,12 @@ def tag_pool(device, tag):
             checked(LIBRARY.cualloc_pool_create_tagged(allocator(device), without_null(tag.encode()), ctypes.byref(made)))
             pool = _tagged[device, tag] = made.value
         return pool
+
+
+def set_pool_tag(device, id, tag):
+    """Sets the tag of a PyTorch pool, identified by its id; from then on the tag is known."""
+    tag_pool(device, tag)
+    checked(LIBRARY.cualloc_torch_pool_tag(device_number(device), _pool_id(id), without_null(tag.encode())))
 
 
 @contextlib.contextmanager

@@ -521,19 +521,24 @@ def _size(bytes):
     return f"{bytes:.2f} GiB"
 
 
-def trim(keep=0, device=None):
+def trim(keep=0, device=None, pool=None):
     """Returns unused memory to the driver until at most `keep` bytes are reserved, without waiting for device work.
     Returns the bytes given back, and the bytes that pending work kept from being given back. `torch.cuda.empty_cache()`
-    does the same with `keep=0`, and waits."""
+    does the same with `keep=0`, and waits.
+
+    With `pool`, a torch.cuda.MemPool or its id, it returns the free memory of that pool instead, as far as whole handles
+    are free, and waits. A pool that a captured graph may use keeps its memory."""
+    if pool is not None:
+        return _library.empty_pool(_device(device), _pool_id(pool)), 0
     return _library.trim(_device(device), keep)
 
 
 def graph_pool(pool, device=None):
-    """Returns the statistics of a pool of CUDA graphs on a device, by its id (`torch.cuda.graph_pool_handle()`, or
-    `pool()` of a graph), as a dictionary. Bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical`
+    """Returns the statistics of a torch.cuda.MemPool or a pool of CUDA graphs on a device, the latter by its id
+    (`torch.cuda.graph_pool_handle()`, or `pool()` of a graph), as a dictionary. Bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical`
     reserved from the driver. Numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or
     all were reset. `torch.cuda.memory_*` do not include pools of graphs; `stats()` has their sum as `graph_pools`."""
-    return _library.graph_pool(_device(device), pool)
+    return _library.graph_pool(_device(device), _pool_id(pool))
 
 
 def reserve(nbytes, granule=None, stripes=1, tag=None, device=None):
@@ -564,11 +569,36 @@ def tag(name, device=None):
 
     Each tag of a device has its own memory. Memory freed there is reused only for the same tag, and returns to the
     driver by `trim()` and `torch.cuda.empty_cache()` once all of it is unused. In nested tags the inner one applies;
-    the private memory of a captured graph has no tag. Threads started by autograd or others are not tagged."""
-    if _current is None:
-        raise RuntimeError("tags require cualloc as PyTorch's allocator: call cualloc.torch.install() first")
+    the private memory of a captured graph has the tag of its pool (`tag_pool`). Threads started by autograd or others
+    are not tagged."""
+    _ensure_installed()
     with _library.tagged(_device(device), str(name)):
         yield
+
+
+def tag_pool(pool, name, device=None):
+    """Tags the memory of a pool on a device (by default the current one), so that `sleep` and `wake` include it: of a
+    torch.cuda.MemPool, or of CUDA graphs by the pool's id (`torch.cuda.graph_pool_handle()`, or `pool()` of a graph).
+    Returns the pool.
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=cualloc.torch.tag_pool(torch.cuda.graph_pool_handle(), "graphs")):
+            output = model(input)
+
+    A pool may be tagged before its first capture, or when graphs already use it. With `keep`, `sleep` restores the
+    contents of the pool's live tensors. Other memory of the pool holds what a graph writes before it reads."""
+    _ensure_installed()
+    _library.set_pool_tag(_device(device), _pool_id(pool), str(name))
+    return pool
+
+
+def _pool_id(pool):
+    return getattr(pool, "id", pool)
+
+
+def _ensure_installed():
+    if _current is None:
+        raise RuntimeError("tags require cualloc as PyTorch's allocator: call cualloc.torch.install() first")
 
 
 def sleep(tags=None, keep=False, pinned=True):

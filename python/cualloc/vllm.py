@@ -32,16 +32,20 @@ _KEPT = ("runtime", "cudagraph")
 class TaggedMemory:
     """vLLM's interface to memory that sleeps (`vllm.device_allocator.MemAllocator`), over the tags of cualloc."""
 
+    _graphs = None
+
     def use_memory_pool(self, tag=None):
         """Returns a context manager within which the thread's allocations get a tag."""
         return ours.tag(tag or _DEFAULT_TAG)
 
     @contextlib.contextmanager
     def cudagraph_pool(self):
-        """Yields the id of a pool for captures. Its memory does not sleep, so that graphs stay valid."""
+        """Yields the id of the pool for captures, whose memory has the tag "cudagraph"."""
         import torch
 
-        yield torch.cuda.graph_pool_handle()
+        if self._graphs is None:
+            self._graphs = ours.tag_pool(torch.cuda.graph_pool_handle(), "cudagraph")
+        yield self._graphs
 
     def sleep(self, offload_tags=None):
         """Suspends all tagged memory, and keeps the contents of these tags."""

@@ -9,6 +9,7 @@ is deterministic. What work holds is asked of the driver, so it is the same figu
 executables of graphs, too, and what other processes do meanwhile. Cases ask cualloc.
 """
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -466,6 +467,48 @@ def emptied_between_replays():
         del filler
 
 
+def graphs_sleep():
+    """The memory of captured graphs sleeps and returns at its addresses: replays compute the same."""
+    import cualloc.torch
+
+    model = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)).cuda().half().eval()
+    pool = cualloc.torch.tag_pool(torch.cuda.graph_pool_handle(), "graphs")
+    later, inputs, made = torch.cuda.CUDAGraph(), {}, {}
+    with torch.no_grad():
+        for rows in (512, 64, 2048):
+            inputs[rows] = torch.randn(rows, 2048, device="cuda", dtype=torch.half)
+            made[rows] = captured(lambda rows=rows: model(inputs[rows]), pool=pool)
+        mine = torch.cuda.MemPool() if cualloc.torch.capabilities()["mem_pool"] else None
+        with torch.cuda.use_mem_pool(mine) if mine else contextlib.nullcontext():
+            held = torch.full((16 * MIB,), 3.0, device="cuda")
+        with torch.cuda.graph(later):
+            output = model(inputs[64]) + held[0]
+    cualloc.torch.tag_pool(later.pool(), "later")
+    if mine:
+        cualloc.torch.tag_pool(mine, "pool")
+
+    def results():
+        for graph in (*(graph for graph, _, _ in made.values()), later):
+            graph.replay()
+        return digest([one.float().sum().item() for one in (*(out for _, _, out in made.values()), output)])
+
+    right, at = results(), [out.data_ptr() for _, _, out in made.values()]
+    for keep in (False, True, "graphs", ["later", "graphs"], False):
+        asleep = cualloc.torch.stats()["graph_pools"]
+        cualloc.torch.sleep(keep=keep)
+        assert cualloc.torch.stats()["graph_pools"] == 0 == cualloc.torch.graph_pool(pool)["physical"]
+        # Others use the memory meanwhile.
+        filler = torch.full((asleep // 4,), -1.0, device="cuda")
+        cualloc.torch.wake()
+        assert cualloc.torch.stats()["graph_pools"] == asleep
+        assert keep is not True or are_all(held, 3.0)
+        held.fill_(3.0)
+        assert results() == right and [out.data_ptr() for _, _, out in made.values()] == at
+        assert are_all(filler, -1.0)
+        del filler
+    cualloc.torch.check()
+
+
 def compiled_without_trees():
     if not (shutil.which("gcc") or shutil.which("cc")):
         return print("SKIPPED: there is no compiler")
@@ -484,7 +527,7 @@ WORK = {run.__name__: run for run in (callables, shared, decode)}
 CASES = [
     *(reclaim_2_streams, reclaim_4_streams, reset_and_recapture, out_of_memory_in_a_capture, spoilt_capture),
     *(threads_beside_a_capture, workspaces_do_not_pile_up, emptied_between_replays),
-    compiled_without_trees,
+    *(graphs_sleep, compiled_without_trees),
 ]
 
 if __name__ == "__main__":

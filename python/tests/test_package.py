@@ -677,20 +677,119 @@ def ranges_grow_in_place():
     ours.check()
 
 
+def contents(at):
+    """Functions that fill a layer with a byte, copy a layer to another, and return whether a layer holds a byte."""
+    stream, size = ctypes.c_void_p(at.mine), ctypes.c_size_t(LAYER)
+
+    def fill(address, value):
+        assert at.driver.cuMemsetD8Async(ctypes.c_uint64(address), value, size, stream) == 0
+
+    def copy(to, source):
+        assert at.driver.cuMemcpyDtoDAsync_v2(ctypes.c_uint64(to), ctypes.c_uint64(source), size, stream) == 0
+
+    def holds(address, value):
+        seen = (ctypes.c_ubyte * LAYER)()
+        assert at.driver.cuMemcpyDtoHAsync_v2(seen, ctypes.c_uint64(address), size, stream) == 0
+        assert at.driver.cuStreamSynchronize(stream) == 0
+        return bytes(seen) == bytes([value]) * LAYER
+
+    return fill, copy, holds
+
+
+def pools_of_graphs_sleep():
+    at = graphs()
+    torch, ours, call = at.torch, at.ours, at.call
+    fill, copy, holds = contents(at)
+    pool = ours.tag_pool(torch.cuda.graph_pool_handle(), "graphs")
+    assert ours.graph_pool(pool) is None and ours.sleep("graphs") == 0 == ours.wake()
+    first, second, outside = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), call["alloc"](LAYER, 0, at.mine)
+    inputs, outputs = [], []
+    for graph, name in ((first, pool), (second, None)):
+        with torch.cuda.graph(graph, pool=name):
+            block, output, temporary = (call["alloc"](LAYER, 0, at.mine) for _ in range(3))
+            copy(temporary, block)
+            copy(output, temporary)
+            call["free"](temporary, LAYER, 0, at.mine)
+        inputs.append(block)
+        outputs.append(output)
+    assert ours.tag_pool(second.pool(), "others") == second.pool()
+    raises(ValueError, "unknown tag 'graph'", ours.sleep, "graph")
+
+    def replayed(graph, output, value):
+        fill(output, 0)
+        graph.replay()
+        return holds(output, value)
+
+    held = ours.stats()["graph_pools"]
+    for turn in range(4):
+        fill(inputs[0], turn + 1)
+        fill(inputs[1], turn + 11)
+        assert replayed(first, outputs[0], turn + 1) and replayed(second, outputs[1], turn + 11)
+        released = ours.sleep(keep="graphs") if turn % 2 else ours.sleep("graphs", keep=True)
+        assert released >= held // (1 if turn % 2 else 2)
+        assert ours.graph_pool(pool)["physical"] == 0 and ours.graph_pool(pool)["leases"] == 1
+        assert turn % 2 or replayed(second, outputs[1], turn + 11)
+        fill(outside, 9)
+        raises(ours._library.Error, "suspended", ours.tag_pool, pool, "others")
+        assert ours.wake() == (held if turn % 2 else held // 2) and ours.stats()["graph_pools"] == held
+        assert replayed(first, outputs[0], turn + 1)
+        if turn % 2:
+            fill(inputs[1], turn + 21)
+            assert replayed(second, outputs[1], turn + 21)
+        ours.check()
+    # PyTorch uses the id of a pool again, and another tag replaces the first.
+    for block in (inputs[0], outputs[0]):
+        call["free"](block, LAYER, 0, at.mine)
+    first.reset()
+    torch._C._cuda_emptyCache()
+    assert ours.graph_pool(pool) is None
+    with torch.cuda.graph(first, pool=pool):
+        block = call["alloc"](LAYER, 0, at.mine)
+    assert ours.sleep("graphs", keep=True) == LAYER == ours.wake("graphs")
+    ours.tag_pool(pool, "others")
+    assert ours.sleep("graphs") == 0 and ours.sleep("others") > LAYER
+    ours.wake()
+    for block in (block, inputs[1], outputs[1], outside):
+        call["free"](block, LAYER, 0, at.mine)
+    raises(ValueError, "embedded null", ours.tag_pool, pool, "a\0b")
+    for graph in (first, second):
+        graph.reset()
+    torch._C._cuda_emptyCache()
+    assert ours.stats()["graph_pools"] == 0
+    ours.check()
+
+
+def free_memory_of_a_pool_returns():
+    at = graphs()
+    torch, ours, call = at.torch, at.ours, at.call
+    from cualloc import _library
+
+    library, pool, graph = _library.LIBRARY, torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    assert ours.trim(pool=pool) == (0, 0)
+    # As PyTorch creates a MemPool.
+    assert library.cualloc_torch_pool_retain(0, _library.PoolId(*pool), None) == 0
+    which, number = _library.Scope(struct_size=ctypes.sizeof(_library.Scope), kind=_library.SCOPE_THREAD), ctypes.c_uint64()
+    handle = library.cualloc_torch_pool(0, _library.PoolId(*pool))
+    assert library.cualloc_pool_enter(handle, ctypes.byref(which), ctypes.byref(number)) == 0
+    kept, freed = (call["alloc"](LAYER, 0, at.mine) for _ in range(2))
+    call["free"](freed, LAYER, 0, at.mine)
+    assert library.cualloc_pool_leave(handle, number) == 0
+    assert ours.trim(pool=SimpleNamespace(id=pool)) == (LAYER, 0) == (ours.graph_pool(pool)["physical"], 0)
+    with torch.cuda.graph(graph, pool=pool):
+        call["free"](call["alloc"](LAYER, 0, at.mine), LAYER, 0, at.mine)
+    assert ours.trim(pool=pool) == (0, 0), "the graph may use it"
+    graph.reset()
+    call["free"](kept, LAYER, 0, at.mine)
+    assert ours.trim(pool=pool)[0] >= LAYER and ours.graph_pool(pool)["physical"] == 0
+    ours.check()
+
+
 def tags_sleep_and_wake():
     at = graphs()
     torch, ours, call = at.torch, at.ours, at.call
     from cualloc import _library
 
-    def fill(address, value):
-        place, stream = ctypes.c_uint64(address), ctypes.c_void_p(at.mine)
-        assert at.driver.cuMemsetD8Async(place, value, ctypes.c_size_t(LAYER), stream) == 0
-
-    def holds(address, value):
-        seen, stream = (ctypes.c_ubyte * LAYER)(), ctypes.c_void_p(at.mine)
-        assert at.driver.cuMemcpyDtoHAsync_v2(seen, ctypes.c_uint64(address), ctypes.c_size_t(LAYER), stream) == 0
-        assert at.driver.cuStreamSynchronize(stream) == 0
-        return bytes(seen) == bytes([value]) * LAYER
+    fill, copy, holds = contents(at)
 
     def free():
         left, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -715,8 +814,7 @@ def tags_sleep_and_wake():
         fill(block, number + 1)
     made = torch.cuda.CUDAGraph()
     with torch.cuda.graph(made):
-        copied = ctypes.c_uint64(plain), ctypes.c_uint64(weights), ctypes.c_size_t(LAYER), ctypes.c_void_p(at.mine)
-        assert at.driver.cuMemcpyDtoDAsync_v2(*copied) == 0
+        copy(plain, weights)
     raises(ValueError, "unknown tag 'caches'", ours.sleep, ["weights", "caches"])
     raises(ValueError, "unknown tag 'wheights'", ours.sleep, keep="wheights")
     raises(ValueError, "unknown tag 'caches'", ours.wake, "caches")
@@ -798,8 +896,9 @@ def vllm_sleeps_by_tags():
             blocks[tag] = at.call["alloc"](LAYER, 0, at.mine)
         assert value(blocks[tag], number + 1) == 0
     assert memory.get_current_usage() == 4 * LAYER
-    with memory.cudagraph_pool() as pool:
-        assert len(pool) == 2
+    with memory.cudagraph_pool() as pool, memory.cudagraph_pool() as again:
+        assert len(pool) == 2 and pool == again
+    assert (0, "cudagraph") in at.ours._library.tags()
     # Level 1 keeps the weights, and a selective wake leaves the cache asleep.
     backend.suspend(1)
     assert backend.state() == "SUSPENDED" and memory.get_current_usage() == 0
@@ -831,6 +930,7 @@ def tags_need_the_allocator():
 
     with_tag = lambda: cualloc.torch.tag("weights").__enter__()
     raises(RuntimeError, "cualloc.torch.install()", with_tag)
+    raises(RuntimeError, "cualloc.torch.install()", cualloc.torch.tag_pool, (0, 1), "graphs")
     assert cualloc.torch.sleep() == 0 and not cualloc.torch.capabilities()["sleep"]
 
 
