@@ -2,23 +2,26 @@
 
 PyTorch's class changes with its versions, so the library is compiled against the headers of the installed PyTorch. The
 cache keeps it under PyTorch's version and the contents of the source and of the class's headers. A library that was
-built with the package, for the same git version of PyTorch, is used first.
+built with the package, for the same git version of PyTorch, is used first, if its class is that of the loaded PyTorch.
 """
 
+import contextlib
 import ctypes
 import hashlib
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 
 import torch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SOURCE = os.path.join(_HERE, "torch_allocator.cpp")
-_HEADERS = [os.path.join(_HERE, name) for name in ("torch_history.h", "cualloc.h")]
+_HEADERS = [os.path.join(_HERE, name) for name in ("torch_history.h", "torch_table.h", "cualloc.h")]
 _LIBRARY = os.path.join(_HERE, "libcualloc.so")
 # The first version whose class torch_allocator.cpp is written for.
 _OLDEST = (2, 9)
@@ -39,14 +42,34 @@ def load():
         raise Unavailable(f"PyTorch {torch.__version__} is older than {_OLDEST[0]}.{_OLDEST[1]}")
     if getattr(torch.version, "hip", None):
         raise Unavailable("PyTorch is built for ROCm")
-    built = os.path.join(_HERE, _name(""))
+    built = _built()
     # PyTorch has no git version where it was built from an archive.
-    known = torch.version.git_version not in (None, "Unknown")
-    path = built if known and os.path.exists(built) else _compiled()
+    if torch.version.git_version not in (None, "Unknown") and os.path.exists(built):
+        library, why = _loaded(built)
+        if library is not None:
+            return library
+        warnings.warn(f"{built} does not fit PyTorch {torch.__version__}: {why}", RuntimeWarning, stacklevel=4)
+    path = _compiled()
+    library, why = _loaded(path)
+    if library is None:
+        raise Unavailable(f"{path} does not fit PyTorch {torch.__version__}: {why}")
+    return library
+
+
+def _built():
+    """Returns the path of the library for this PyTorch that may have been built with the package."""
+    return os.path.join(_HERE, _name(""))
+
+
+def _loaded(path):
+    """Loads a library, and returns it, or None and why it does not fit the loaded PyTorch."""
     try:
-        return ctypes.CDLL(path)
-    except OSError as error:
-        raise Unavailable(f"cannot load {path}: {error}") from None
+        library = ctypes.CDLL(path)
+        library.cualloc_torch_mismatch.restype = ctypes.c_char_p
+        why = library.cualloc_torch_mismatch()
+    except (OSError, AttributeError) as error:
+        return None, str(error)
+    return (library, None) if why is None else (None, why.decode(errors="replace"))
 
 
 def _name(suffix):
@@ -91,18 +114,53 @@ def build(source, path, *libraries):
     command += ["-Wl,-z,nodelete"]
     # The CUDA runtime is loaded with PyTorch.
     command += ["-Wl,--unresolved-symbols=ignore-all", "-Wl,--allow-shlib-undefined"]
+    failed = _Failed(f"{path}.failed", compiler[0], command)
+    failed.ensure_not_repeated()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as folder:
             made = os.path.join(folder, "made.so")
             ended = subprocess.run([*command, "-o", made], capture_output=True, text=True, timeout=_SECONDS)
-            if ended.returncode != 0:
-                first = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr[:200])
-                raise Unavailable(f"{compiler[0]} cannot compile {source}: {first.strip()}")
-            # Other processes may compile it, too: the last one's is as good as the first one's.
-            os.replace(made, path)
+            if ended.returncode == 0:
+                # Other processes may compile it, too: the last one's is as good as the first one's.
+                return os.replace(made, path)
+        first = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr[:200])
+        # A compiler that was ended by a signal may succeed next time.
+        raise failed.remember(f"{compiler[0]} cannot compile {source}: {first.strip()}", ended.returncode > 0)
+    except subprocess.TimeoutExpired:
+        raise failed.remember(f"{compiler[0]} did not compile {source} in {_SECONDS} s") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"cannot compile {source}: {error}") from None
+
+
+class _Failed:
+    """A file that stores why a compilation failed, so that not every process repeats it. It holds for the command and
+    the compiler's file; the library's path stands for the sources."""
+
+    def __init__(self, path, compiler, command):
+        found = os.path.realpath(shutil.which(compiler))
+        self._path = path
+        self._key = [command, found, os.stat(found).st_mtime_ns]
+
+    def ensure_not_repeated(self):
+        """Raises Unavailable if the same compilation has failed before."""
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                known = json.load(file)
+            if known["key"] == self._key:
+                raise Unavailable(f"{known['why']} (stored in {self._path}; delete the file to compile again)")
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def remember(self, why, lasting=True):
+        """Stores a reason that lasts, and returns it as an exception."""
+        if lasting:
+            written = f"{self._path}.{os.getpid()}"
+            with contextlib.suppress(OSError):
+                with open(written, "w", encoding="utf-8") as file:
+                    json.dump({"why": why, "key": self._key}, file)
+                os.replace(written, self._path)
+        return Unavailable(why)
 
 
 def _cuda_headers(root):

@@ -5,6 +5,7 @@
 // add functions. The subclass overrides the base's allocations and frees, which lock a mutex and search a map.
 #include "cualloc.h"
 #include "torch_history.h"
+#include "torch_table.h"
 
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -161,54 +162,61 @@ void fill(Stat &to, const cualloc_counter_t &from, const cualloc_counter_t &base
     to.freed = static_cast<std::int64_t>((from.total - from.current) - (base.total - base.current));
 }
 
-// What a visit to segments and blocks adds to.
+// What a visit to segments and blocks adds to. Each segment of a snapshot is a run of blocks. Bytes that a view shows are
+// listed there while they are in a live block, and at home otherwise, so that no byte counts twice.
 struct Visit {
     std::vector<SegmentInfo> &segments;
     c10::DeviceIndex device;
     MempoolId_t id;
-    // The end of the block that was visited last.
+    bool small = false;
+    // The end of the block that was visited last, 0 before the first one of a segment.
     std::size_t end = 0;
 
     static void segment(void *data, const cualloc_segment_t *found) noexcept {
         auto &visit = *static_cast<Visit *>(data);
-        SegmentInfo segment;
-        segment.device = visit.device;
-        segment.address = found->address;
-        segment.total_size = found->bytes;
-        segment.is_large = !found->small;
-        segment.is_expandable = true;
-        segment.owner_private_pool_id = visit.id;
-#if TORCH_VERSION_MINOR >= 11
-        // NCCL registers segments in this order, which must be the same in all ranks.
-        segment.registration_counter = static_cast<std::int32_t>(visit.segments.size());
-#endif
-        visit.segments.push_back(std::move(segment));
-        visit.end = found->address;
+        visit.small = found->small;
+        visit.end = 0;
     }
 
     static void block(void *data, const cualloc_block_t *found) noexcept {
         auto &visit = *static_cast<Visit *>(data);
-        SegmentInfo &segment = visit.segments.back();
+        if (found->state == CUALLOC_BLOCK_ALIASED) return;
+        if (found->address != visit.end) visit.begin(found->address);
+        visit.end = found->address + found->bytes;
         BlockInfo block;
         block.size = found->bytes;
         block.requested_size = found->requested;
         block.allocated = found->state == CUALLOC_BLOCK_LIVE;
         block.active = block.allocated || found->state == CUALLOC_BLOCK_PENDING;
-        // PyTorch's blocks have no gaps, but a view lists only those that are live.
-        if (found->address > visit.end) {
-            BlockInfo gap;
-            gap.size = found->address - visit.end;
-            segment.blocks.push_back(gap);
-        }
-        visit.end = found->address + found->bytes;
+        SegmentInfo &segment = visit.segments.back();
+        segment.total_size += block.size;
         segment.requested_size += block.requested_size;
         segment.allocated_size += block.allocated ? block.size : 0;
         segment.active_size += block.active ? block.size : 0;
         segment.blocks.push_back(std::move(block));
     }
+
+    void begin(std::size_t address) {
+        SegmentInfo segment;
+        segment.device = device;
+        segment.address = address;
+        segment.is_large = !small;
+        segment.is_expandable = true;
+        segment.owner_private_pool_id = id;
+#if TORCH_VERSION_MINOR >= 11
+        // NCCL registers segments in this order, which must be the same in all ranks.
+        segment.registration_counter = static_cast<std::int32_t>(segments.size());
+#endif
+        segments.push_back(std::move(segment));
+    }
 };
 
-struct Allocator final : Base {
+} // namespace
+
+namespace cualloc_torch {
+
+// Its functions are exported for mismatch().
+struct __attribute__((visibility("default"))) Allocator final : Base {
     Allocator()
         : Base([](std::size_t bytes, int device,
                   cudaStream_t stream) { return cualloc_torch_alloc(bytes, device, stream); },
@@ -279,12 +287,14 @@ struct Allocator final : Base {
         check(cualloc_torch_fraction(fraction, device));
     }
 
-    // Only cached memory outside pools can be emptied by a call: a pool returns its memory when it is released.
     void emptyCache(MempoolId_t id) override {
-        if (id == MempoolId_t{0, 0}) {
-            cualloc_torch_reset();
-        } else {
-            cualloc_torch_retry_frees();
+        if (id == MempoolId_t{0, 0}) return cualloc_torch_reset();
+        cualloc_torch_retry_frees();
+        for (c10::DeviceIndex device = 0; device < c10::cuda::device_count(); device++) {
+            cualloc_pool_t *pool = cualloc_torch_pool(device, id_of(id));
+            const std::int32_t code = pool ? cualloc_pool_empty_cache(pool, nullptr) : CUALLOC_OK;
+            // Another thread may release the pool. Suspended memory is not there.
+            if (code != CUALLOC_CLOSED && code != CUALLOC_SUSPENDED) check(code);
         }
     }
 
@@ -655,9 +665,17 @@ private:
     std::map<PoolName, bool> pools_;
 };
 
-} // namespace
+} // namespace cualloc_torch
 
 extern "C" {
+
+// Returns how PyTorch's class differs from the one that this library was compiled with, as far as the loaded libraries
+// show it: a text that is valid until the next call. Null without a difference.
+__attribute__((visibility("default"))) const char *cualloc_torch_mismatch() {
+    static std::string why;
+    why = find_mismatch("_ZTVN13cualloc_torch9AllocatorE");
+    return why.empty() ? nullptr : why.c_str();
+}
 
 // Makes the subclass PyTorch's allocator. Returns null, or the reason why that failed: a text that is valid until the
 // next call.
@@ -665,7 +683,7 @@ __attribute__((visibility("default"))) const char *cualloc_torch_install() {
     static std::string why;
     try {
         // Never destroyed: tensors may be freed while the process exits.
-        static const auto *made = new std::shared_ptr<Allocator>(std::make_shared<Allocator>());
+        static const auto *made = new std::shared_ptr<Base>(std::make_shared<cualloc_torch::Allocator>());
         torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(*made);
         c10::SetAllocator(c10::kCUDA, made->get());
         return nullptr;
