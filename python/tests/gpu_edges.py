@@ -254,6 +254,31 @@ def sleep_and_wake():
     ours.check()
 
 
+def pools_are_emptied():
+    """Free memory of a MemPool returns to the driver, and snapshots list the bytes of its views once."""
+    torch, ours = installed()
+    if not ours.capabilities()["mem_pool"]:
+        return print("SKIPPED: there is no subclass")
+    pool, mib = torch.cuda.MemPool(), 1 << 20
+    with torch.cuda.use_mem_pool(pool):
+        blocks = [torch.full((16 * mib,), float(number), device="cuda") for number in range(6)]
+        del blocks[1], blocks[2]
+        blocks.append(torch.full((32 * mib,), 9.0, device="cuda"))
+    held = ours.graph_pool(pool)["physical"]
+    of_pool, everything = pool.snapshot(), torch.cuda.memory_snapshot()
+    assert sum(segment["total_size"] for segment in of_pool) == held
+    stats = ours.stats()
+    assert sum(one["total_size"] for one in everything) == stats["reserved"]["current"] + stats["graph_pools"]
+    listed = [one for segment in of_pool for one in segment["blocks"]]
+    live = {one["address"]: one["size"] for one in listed if one["state"] == "active_allocated"}
+    assert live == {block.data_ptr(): block.nbytes for block in blocks}
+    del blocks[0], blocks[-1]
+    released, _ = ours.trim(pool=pool)
+    assert released >= 3 * 64 * mib and ours.graph_pool(pool)["physical"] == held - released
+    assert [float(one.min()) for one in blocks] == [float(one.max()) for one in blocks] == [2.0, 4.0, 5.0]
+    ours.check()
+
+
 def snapshots():
     """What PyTorch's functions for its viewer say, and that the viewer's own tool reads it."""
     torch, ours = installed()
@@ -544,7 +569,7 @@ def documents():
 CASES = [
     *(out_of_memory, external_stream, retired_stream, forgotten_stream, record_stream, statistics, sleep_and_wake, late),
     *(snapshots, trials_of_cudnn, mem_pool, workers, threads, exit_with_tensors, second_device, fallback),
-    *(cupy, jax, rmm, documents),
+    *(pools_are_emptied, cupy, jax, rmm, documents),
 ]
 
 
