@@ -1,12 +1,12 @@
 /* cualloc: a caching allocator of GPU memory. Written from capi/src by cbindgen: do not edit.
  *
- * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. What a call returns
- * through a pointer is 0 after every failure. All of them may be called from any thread, with any context current or
- * none, and leave that as it is (but for cualloc_make_current). Handles (cualloc_t *, cualloc_options_t *,
- * cualloc_pool_t *) are numbers, never dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other
- * value that is no living handle CUALLOC_CLOSED. In a forked child of the process that made them nothing but
- * CUALLOC_CONTEXT_LOST can be had of them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
- * as void *. How it is built, installed and used: docs/clients/c.md. */
+ * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. After a failure, every
+ * value that a call returns through a pointer is 0. All functions may be called from any thread, with any context
+ * current or none, and leave that as it is (except cualloc_make_current). Handles (cualloc_t *, cualloc_options_t *,
+ * cualloc_pool_t *) are numbers, never dereferenced and never reused: a null handle is CUALLOC_INVALID_ARGUMENT, any
+ * other value that is not a live handle CUALLOC_CLOSED. In a forked child of the process that made it, every use of a
+ * handle is CUALLOC_CONTEXT_LOST. Addresses of device memory are uint64_t (CUdeviceptr); streams and contexts are
+ * handles of the CUDA driver as void *. docs/clients/c.md describes building, installation and use. */
 
 
 #ifndef CUALLOC_H
@@ -416,11 +416,11 @@ typedef struct cualloc_stats_t {
    */
   uint64_t streams;
   /**
-   * The share of small blocks. Which blocks count as small depends on the policy.
+   * The figures of small blocks. Which blocks count as small depends on the policy.
    */
   struct cualloc_pool_stats_t small_pool;
   /**
-   * The share of all other blocks.
+   * The figures of all other blocks.
    */
   struct cualloc_pool_stats_t large_pool;
   /**
@@ -607,7 +607,7 @@ typedef uint32_t (*cualloc_stack_source_t)(void *data);
  */
 typedef struct cualloc_mapped_segment_t {
   /**
-   * A number that no other segment of the allocator ever has, also not a later one at the same address.
+   * A number that no other segment of the allocator ever has, not even a later one at the same address.
    */
   uint64_t id;
   /**
@@ -751,8 +751,7 @@ typedef struct cualloc_segment_t {
 typedef void (*cualloc_visit_segment_t)(void *data, const struct cualloc_segment_t *segment);
 
 /**
- * Called for each block of the segment that was visited last, by ascending address. It must not throw. It may call the
- * library.
+ * Called for each block of the last visited segment, by ascending address. It must not throw. It may call the library.
  */
 typedef void (*cualloc_visit_block_t)(void *data, const struct cualloc_block_t *block);
 
@@ -860,7 +859,7 @@ int32_t cualloc_free_on(struct cualloc_t *allocator,
 /**
  * Records that another stream uses the block that contains ptr (any address inside it). Once freed, the block is
  * reused only after the work submitted to that stream before the free has completed. In a capture that a graph pool
- * serves, the use counts from the end of the capture.
+ * serves, the use takes effect at the end of the capture.
  *
  * Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a capturing
  * stream in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,
@@ -1189,9 +1188,9 @@ int32_t cualloc_create_in(void *cu_context,
 
 /**
  * Makes the allocator's context current on the calling thread if none is, as the CUDA runtime does in a thread's first
- * call. A context that is current already stays. No other function of this library needs a current context, but code
- * that uses the memory may: calls of the runtime make one current themselves; calls of the driver, and C++ libraries
- * built on it, do not.
+ * call. A context that is already current stays current. No other function of this library needs a current context,
+ * but code that uses the memory may: calls of the runtime make one current themselves; calls of the driver, and C++
+ * libraries built on it, do not.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
  *
@@ -1205,12 +1204,12 @@ int32_t cualloc_make_current(struct cualloc_t *allocator);
  * ones do. The allocator's graph pools and their scopes end with it. After CUALLOC_OK the library no longer uses the
  * context.
  *
- * Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory, or a call on
- * another thread, or one of the calling thread itself (in a predicate of a scope), holds memory; CUALLOC_CAPTURING if
- * it would have to wait for a stream that is being captured; CUALLOC_DRIVER. After these, nothing was done and the
- * allocator remains usable. CUALLOC_CONTEXT_LOST: the context is gone; memory is left alone, but the handle is ended
- * (except in a forked child or while the process exits). CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED for a
- * handle that was ended before.
+ * Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory, or a call in
+ * progress holds memory, on another thread or (in a predicate of a scope) on the calling thread itself;
+ * CUALLOC_CAPTURING if it would have to wait for a stream that is being captured; CUALLOC_DRIVER. After these, nothing
+ * was done and the allocator remains usable. CUALLOC_CONTEXT_LOST: the context is lost; the memory is not released,
+ * but the handle is ended (except in a forked child or while the process exits). CUALLOC_INVALID_ARGUMENT for null;
+ * CUALLOC_CLOSED for a handle that was ended before.
  *
  * May be called from any thread.
  */
@@ -1218,8 +1217,8 @@ int32_t cualloc_destroy(struct cualloc_t *allocator);
 
 /**
  * Returns unused memory to the driver until at most keep bytes are reserved. Never waits for device work. Writes to
- * *released how many bytes were returned, and to *pending how many more would have been, had pending work not still
- * used them; each pointer may be null. Page-locked host memory of earlier suspensions is freed as well.
+ * *released how many bytes were returned, and to *pending how many more can be returned once pending work has ended;
+ * each pointer may be null. Page-locked host memory of earlier suspensions is freed as well.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
  * numbers are then 0.
@@ -1381,9 +1380,9 @@ int32_t cualloc_pool_create_tagged(struct cualloc_t *allocator,
  * May be called from any thread.
  *
  * The caller guarantees:
- * `which` is null or points to `struct_size` bytes. A stream in it is live, or null, 1 or 2, and is retired before it
- * is destroyed. The predicate and its data may be used from any thread until done is called. `scope` is null or
- * writable.
+ * `which` is null or points to `struct_size` bytes. If its kind needs a stream, that is a live stream, or null, 1 or
+ * 2, and is retired before it is destroyed. The predicate and its data may be used from any thread until done is
+ * called. `scope` is null or writable.
  */
 int32_t cualloc_pool_enter(struct cualloc_pool_t *pool,
                            const struct cualloc_scope_t *which,
@@ -1502,9 +1501,9 @@ int32_t cualloc_range_commit(struct cualloc_range_t *range,
                              void *stream);
 
 /**
- * Removes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work submitted
- * to the stream so far has ended, and that of the streams named by cualloc_range_record. It must not be used any more,
- * not even by a graph that was captured before. Granules without memory are ignored.
+ * Removes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work
+ * submitted so far to the stream, and to the streams named by cualloc_range_record, has ended. It must not be used any
+ * more, not even by a graph that was captured before. Granules without memory are ignored.
  *
  * Errors: CUALLOC_CAPTURING for a stream that is being captured; otherwise as cualloc_range_commit, without
  * CUALLOC_OUT_OF_MEMORY.
@@ -1520,8 +1519,8 @@ int32_t cualloc_range_decommit(struct cualloc_range_t *range,
                                void *stream);
 
 /**
- * Records that another stream uses the granules that overlap bytes from offset on: when they are decommitted, the work
- * submitted to it until then counts as well.
+ * Records that another stream uses the granules that overlap bytes from offset on: when they are decommitted, their
+ * memory serves other requests only after the work submitted to that stream until then.
  *
  * Errors: as cualloc_range_decommit.
  *
@@ -1568,7 +1567,7 @@ int32_t cualloc_range_map(const struct cualloc_range_t *range,
  * Ends a range: decommits all its memory, as cualloc_range_decommit does, and frees its addresses once the memory has
  * left. The handle has ended then. Null is ignored.
  *
- * Errors: as cualloc_range_decommit; the range then goes on.
+ * Errors: as cualloc_range_decommit; the range then continues to exist.
  *
  * May be called from any thread.
  *
@@ -1580,8 +1579,9 @@ int32_t cualloc_range_destroy(struct cualloc_range_t *range,
 
 /**
  * Sets the function that is called, without any lock held, when a request or a commit finds too little memory and no
- * work is left to wait for: it may decommit memory of ranges, and free blocks. What it decommits serves the request that
- * lacked memory as soon as its work has ended. Requests that the function makes itself do not call it. Null removes it.
+ * work is left to wait for: it may decommit memory of ranges, and free blocks. Memory that it decommits serves the
+ * request that lacked memory as soon as the work that uses it has ended. Requests that the function makes itself do
+ * not call it. Null removes it.
  *
  * A call of the function that is in progress on another thread may end after it was replaced or removed.
  *
@@ -1784,8 +1784,9 @@ int32_t cualloc_share(struct cualloc_t *allocator,
 
 /**
  * Opens a token of cualloc_share, usually in another process: maps the block into the context of an allocator, which
- * takes no other part. *address is the first byte of the block in this process, and *bytes its size. The memory stays
- * valid until cualloc_share_close, also if the exporter frees it or ends. Blocks in the same handles share a mapping.
+ * is not involved otherwise. *address is the first byte of the block in this process, and *bytes its size. The memory
+ * stays valid until cualloc_share_close, also if the exporter frees it or ends. Blocks in the same handles share a
+ * mapping.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null argument and for a text that is no token; CUALLOC_NOT_LIVE for a block
  * that was freed; CUALLOC_CLOSED if its process has ended; CUALLOC_IO if that process cannot be reached;

@@ -209,7 +209,7 @@ pub unsafe extern "C" fn cualloc_free_on(
 
 /// Records that another stream uses the block that contains ptr (any address inside it). Once freed, the block is
 /// reused only after the work submitted to that stream before the free has completed. In a capture that a graph pool
-/// serves, the use counts from the end of the capture.
+/// serves, the use takes effect at the end of the capture.
 ///
 /// Errors: CUALLOC_NOT_OURS, CUALLOC_NOT_LIVE, CUALLOC_CAPTURING in any other capture, CUALLOC_BUSY for a capturing
 /// stream in a predicate of a scope, CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST,

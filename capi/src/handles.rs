@@ -185,7 +185,7 @@ pub(crate) fn convert_error(allocator: &Allocator, error: Error) -> Failure {
             Error::ForkedChild.into()
         }
         Error::Driver(cause) if suspect(cause.code()) => match allocator.context().enter() {
-            Err(found) if suspect(found.code()) => allocator.context_is_gone().into(),
+            Err(found) if suspect(found.code()) => allocator.declare_context_lost().into(),
             _ => error.into(),
         },
         error => error.into(),

@@ -115,9 +115,9 @@ pub unsafe extern "C" fn cualloc_create_in(
 }
 
 /// Makes the allocator's context current on the calling thread if none is, as the CUDA runtime does in a thread's first
-/// call. A context that is current already stays. No other function of this library needs a current context, but code
-/// that uses the memory may: calls of the runtime make one current themselves; calls of the driver, and C++ libraries
-/// built on it, do not.
+/// call. A context that is already current stays current. No other function of this library needs a current context,
+/// but code that uses the memory may: calls of the runtime make one current themselves; calls of the driver, and C++
+/// libraries built on it, do not.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER.
 ///
@@ -134,12 +134,12 @@ pub extern "C" fn cualloc_make_current(allocator: *mut cualloc_t) -> i32 {
 /// ones do. The allocator's graph pools and their scopes end with it. After CUALLOC_OK the library no longer uses the
 /// context.
 ///
-/// Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory, or a call on
-/// another thread, or one of the calling thread itself (in a predicate of a scope), holds memory; CUALLOC_CAPTURING if
-/// it would have to wait for a stream that is being captured; CUALLOC_DRIVER. After these, nothing was done and the
-/// allocator remains usable. CUALLOC_CONTEXT_LOST: the context is gone; memory is left alone, but the handle is ended
-/// (except in a forked child or while the process exits). CUALLOC_INVALID_ARGUMENT for null; CUALLOC_CLOSED for a
-/// handle that was ended before.
+/// Errors: CUALLOC_BUSY while blocks are live, a graph may use memory of a pool, a guard keeps memory, or a call in
+/// progress holds memory, on another thread or (in a predicate of a scope) on the calling thread itself;
+/// CUALLOC_CAPTURING if it would have to wait for a stream that is being captured; CUALLOC_DRIVER. After these, nothing
+/// was done and the allocator remains usable. CUALLOC_CONTEXT_LOST: the context is lost; the memory is not released,
+/// but the handle is ended (except in a forked child or while the process exits). CUALLOC_INVALID_ARGUMENT for null;
+/// CUALLOC_CLOSED for a handle that was ended before.
 ///
 /// May be called from any thread.
 #[unsafe(no_mangle)]

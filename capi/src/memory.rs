@@ -8,8 +8,8 @@ use crate::stats::{self, cualloc_stats_t};
 use crate::{cualloc_t, handles};
 
 /// Returns unused memory to the driver until at most keep bytes are reserved. Never waits for device work. Writes to
-/// *released how many bytes were returned, and to *pending how many more would have been, had pending work not still
-/// used them; each pointer may be null. Page-locked host memory of earlier suspensions is freed as well.
+/// *released how many bytes were returned, and to *pending how many more can be returned once pending work has ended;
+/// each pointer may be null. Page-locked host memory of earlier suspensions is freed as well.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null handle, CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_DRIVER. Both
 /// numbers are then 0.

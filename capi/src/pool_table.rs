@@ -188,7 +188,7 @@ pub(crate) fn accepts(handle: u64, scope: u64, stream: *mut c_void) -> bool {
         let opened = known.by_handle.get(&handle)?.open.get(&scope)?;
         opened.predicate.clone()
     });
-    predicate.is_some_and(|predicate| as_predicate(|| predicate.ask(stream)))
+    predicate.is_some_and(|predicate| as_predicate(|| predicate.call(stream)))
 }
 
 /// Ends a pool's handle and its open scopes: no further capture uses the pool.
@@ -247,7 +247,7 @@ impl Predicate {
         self.armed.store(true, Ordering::Release);
     }
 
-    pub(crate) fn ask(&self, stream: *mut c_void) -> bool {
+    pub(crate) fn call(&self, stream: *mut c_void) -> bool {
         // A scope may be left after its predicate was chosen and before this call.
         let within = self.calls.read().unwrap_or_else(PoisonError::into_inner);
         let answer = !self.closed.load(Ordering::Acquire) && {

@@ -361,7 +361,7 @@ fn pytorch_pools_end_with_their_last_release_and_failed_captures_when_abandoned(
     let (first, second) = (begin(shared), begin(own));
     let theirs = thread::spawn(|| cualloc_torch_pool_newest());
     assert_eq!(theirs.join().unwrap(), 0);
-    // The end of the second one has failed, and it goes on.
+    // Ending the second one has failed, so it is still open.
     assert_eq!(abandon(second, A_STREAM), CUALLOC_OK);
     assert_eq!(cualloc_torch_pool_newest(), second);
     assert!(torch_footprint(own).is_some());
@@ -451,7 +451,7 @@ unsafe extern "C" fn never(_: *mut c_void, _: *mut c_void) -> bool {
 }
 
 #[test]
-fn requests_go_on_while_a_pool_is_released() {
+fn requests_continue_while_a_pool_is_released() {
     let _one = world();
     let (allocator, asked) = (allocator(), Asked::default());
     let pool = pool_of(allocator);

@@ -153,9 +153,9 @@ pub unsafe extern "C" fn cualloc_pool_create_tagged(
 /// May be called from any thread.
 ///
 /// # Safety
-/// `which` is null or points to `struct_size` bytes. A stream in it is live, or null, 1 or 2, and is retired before it
-/// is destroyed. The predicate and its data may be used from any thread until done is called. `scope` is null or
-/// writable.
+/// `which` is null or points to `struct_size` bytes. If its kind needs a stream, that is a live stream, or null, 1 or
+/// 2, and is retired before it is destroyed. The predicate and its data may be used from any thread until done is
+/// called. `scope` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_enter(
     pool: *mut cualloc_pool_t,
@@ -196,7 +196,7 @@ pub(crate) unsafe fn enter(
                     let asked = Arc::clone(&made);
                     predicate = Some(made);
                     pool.enter(Scope::When(Box::new(move |stream| {
-                        asked.ask(stream.cast())
+                        asked.call(stream.cast())
                     })))?
                 }
                 None => {

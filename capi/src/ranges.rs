@@ -153,9 +153,9 @@ pub unsafe extern "C" fn cualloc_range_commit(
     call(|| with(range, commit))
 }
 
-/// Removes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work submitted
-/// to the stream so far has ended, and that of the streams named by cualloc_range_record. It must not be used any more,
-/// not even by a graph that was captured before. Granules without memory are ignored.
+/// Removes the memory of all granules that lie inside bytes from offset on. Other requests get it once the work
+/// submitted so far to the stream, and to the streams named by cualloc_range_record, has ended. It must not be used any
+/// more, not even by a graph that was captured before. Granules without memory are ignored.
 ///
 /// Errors: CUALLOC_CAPTURING for a stream that is being captured; otherwise as cualloc_range_commit, without
 /// CUALLOC_OUT_OF_MEMORY.
@@ -177,8 +177,8 @@ pub unsafe extern "C" fn cualloc_range_decommit(
     call(|| with(range, decommit))
 }
 
-/// Records that another stream uses the granules that overlap bytes from offset on: when they are decommitted, the work
-/// submitted to it until then counts as well.
+/// Records that another stream uses the granules that overlap bytes from offset on: when they are decommitted, their
+/// memory serves other requests only after the work submitted to that stream until then.
 ///
 /// Errors: as cualloc_range_decommit.
 ///
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn cualloc_range_map(
 /// Ends a range: decommits all its memory, as cualloc_range_decommit does, and frees its addresses once the memory has
 /// left. The handle has ended then. Null is ignored.
 ///
-/// Errors: as cualloc_range_decommit; the range then goes on.
+/// Errors: as cualloc_range_decommit; the range then continues to exist.
 ///
 /// May be called from any thread.
 ///
@@ -285,8 +285,9 @@ pub unsafe extern "C" fn cualloc_range_destroy(
 }
 
 /// Sets the function that is called, without any lock held, when a request or a commit finds too little memory and no
-/// work is left to wait for: it may decommit memory of ranges, and free blocks. What it decommits serves the request that
-/// lacked memory as soon as its work has ended. Requests that the function makes itself do not call it. Null removes it.
+/// work is left to wait for: it may decommit memory of ranges, and free blocks. Memory that it decommits serves the
+/// request that lacked memory as soon as the work that uses it has ended. Requests that the function makes itself do
+/// not call it. Null removes it.
 ///
 /// A call of the function that is in progress on another thread may end after it was replaced or removed.
 ///

@@ -24,7 +24,7 @@ pub const CUALLOC_SEGMENT_BIRTH: i32 = 1;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct cualloc_mapped_segment_t {
-    /// A number that no other segment of the allocator ever has, also not a later one at the same address.
+    /// A number that no other segment of the allocator ever has, not even a later one at the same address.
     pub id: u64,
     /// Address of the first byte.
     pub address: u64,

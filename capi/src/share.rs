@@ -65,8 +65,9 @@ pub unsafe extern "C" fn cualloc_share(
 }
 
 /// Opens a token of cualloc_share, usually in another process: maps the block into the context of an allocator, which
-/// takes no other part. *address is the first byte of the block in this process, and *bytes its size. The memory stays
-/// valid until cualloc_share_close, also if the exporter frees it or ends. Blocks in the same handles share a mapping.
+/// is not involved otherwise. *address is the first byte of the block in this process, and *bytes its size. The memory
+/// stays valid until cualloc_share_close, also if the exporter frees it or ends. Blocks in the same handles share a
+/// mapping.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null argument and for a text that is no token; CUALLOC_NOT_LIVE for a block
 /// that was freed; CUALLOC_CLOSED if its process has ended; CUALLOC_IO if that process cannot be reached;

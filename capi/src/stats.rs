@@ -78,9 +78,9 @@ pub struct cualloc_stats_t {
     pub largest_free: u64,
     /// Number of streams that the allocator currently knows.
     pub streams: u64,
-    /// The share of small blocks. Which blocks count as small depends on the policy.
+    /// The figures of small blocks. Which blocks count as small depends on the policy.
     pub small_pool: cualloc_pool_stats_t,
-    /// The share of all other blocks.
+    /// The figures of all other blocks.
     pub large_pool: cualloc_pool_stats_t,
     /// Bytes that graph pools reserve from the driver, including released pools that still have memory. No other figure
     /// here includes them, but they count against the limit.

@@ -51,7 +51,7 @@ fn in_own_context(simulator: &Simulator) -> (CUcontext, *mut cualloc_t) {
 }
 
 fn text() -> &'static str {
-    // SAFETY: ended by a zero; looked at before the next failure.
+    // SAFETY: the text ends with a zero, and is read before the next failure.
     unsafe { CStr::from_ptr(cualloc_last_error()) }
         .to_str()
         .unwrap()
@@ -220,7 +220,7 @@ fn a_stream_is_waited_for_where_no_context_is_current() {
     assert_eq!(wait(null_mut()), CUALLOC_CAPTURING);
     drop(streams[0].end_capture().unwrap());
     assert_eq!(wait(null_mut()), CUALLOC_OK);
-    // It is asked anew, and so known to be captured no more.
+    // The stream is queried again, so it is known that its capture has ended.
     assert_eq!(wait(raw), CUALLOC_OK);
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK, "{}", text());
 }

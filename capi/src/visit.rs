@@ -57,8 +57,7 @@ pub struct cualloc_block_t {
 /// Called for each segment, before its blocks. It must not throw. It may call the library.
 pub type cualloc_visit_segment_t =
     Option<unsafe extern "C" fn(data: *mut c_void, segment: *const cualloc_segment_t)>;
-/// Called for each block of the segment that was visited last, by ascending address. It must not throw. It may call the
-/// library.
+/// Called for each block of the last visited segment, by ascending address. It must not throw. It may call the library.
 pub type cualloc_visit_block_t =
     Option<unsafe extern "C" fn(data: *mut c_void, block: *const cualloc_block_t)>;
 

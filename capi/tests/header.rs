@@ -1,6 +1,6 @@
 //! `include/cualloc.h` is what cbindgen writes from the source.
 //!
-//! `CUALLOC_BLESS_HEADER=1 cargo test -p cualloc-capi --test header` writes it anew.
+//! `CUALLOC_BLESS_HEADER=1 cargo test -p cualloc-capi --test header` regenerates it.
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]
@@ -11,13 +11,13 @@ use std::path::Path;
 const TOP: &str = "\
 /* cualloc: a caching allocator of GPU memory. Written from capi/src by cbindgen: do not edit.
  *
- * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. What a call returns
- * through a pointer is 0 after every failure. All of them may be called from any thread, with any context current or
- * none, and leave that as it is (but for cualloc_make_current). Handles (cualloc_t *, cualloc_options_t *,
- * cualloc_pool_t *) are numbers, never dereferenced and never used again: null is CUALLOC_INVALID_ARGUMENT, any other
- * value that is no living handle CUALLOC_CLOSED. In a forked child of the process that made them nothing but
- * CUALLOC_CONTEXT_LOST can be had of them. Addresses of device memory are uint64_t (CUdeviceptr), streams and contexts are handles of the CUDA driver
- * as void *. How it is built, installed and used: docs/clients/c.md. */
+ * Functions return CUALLOC_OK (0) or another code below; cualloc_last_error() has a text then. After a failure, every
+ * value that a call returns through a pointer is 0. All functions may be called from any thread, with any context
+ * current or none, and leave that as it is (except cualloc_make_current). Handles (cualloc_t *, cualloc_options_t *,
+ * cualloc_pool_t *) are numbers, never dereferenced and never reused: a null handle is CUALLOC_INVALID_ARGUMENT, any
+ * other value that is not a live handle CUALLOC_CLOSED. In a forked child of the process that made it, every use of a
+ * handle is CUALLOC_CONTEXT_LOST. Addresses of device memory are uint64_t (CUdeviceptr); streams and contexts are
+ * handles of the CUDA driver as void *. docs/clients/c.md describes building, installation and use. */
 ";
 
 fn written() -> String {

@@ -173,7 +173,7 @@ fn a_c_program_calls_each_function() {
 }
 
 #[test]
-fn the_same_program_is_cpp() {
+fn the_same_program_compiles_as_cpp() {
     program("c++17", "basic.c", Linked::Shared, &[]);
 }
 
@@ -292,7 +292,7 @@ fn ranges_grow_in_place() {
 }
 
 #[test]
-fn the_cpp_face_owns_and_throws() {
+fn the_cpp_interface_owns_and_throws() {
     program("c++17", "face.cpp", Linked::Shared, &[]);
 }
 

@@ -79,7 +79,7 @@ pub fn run(global: &GlobalOptions, options: &TraceOptions, output: &mut Output) 
             ];
             output.row(&table, cells)?;
         }
-        replay::complain(path, &faults);
+        replay::print_faults(path, &faults);
         Ok(limit.is_some())
     })
 }

@@ -13,7 +13,7 @@ pub enum Failure {
     #[error("{0}")]
     Usage(String),
     /// The results could not be written, usually because their reader has closed the pipe.
-    #[error("the results cannot be written")]
+    #[error("cannot write the results")]
     Output(#[from] std::io::Error),
     #[error(transparent)]
     Machine(#[from] machine::MachineError),

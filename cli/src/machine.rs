@@ -9,13 +9,13 @@ use cualloc::sim::{Mode, SimConfig, Simulator};
 
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
-    #[error("--device cuda cannot be had: {}", load_messages(.0).join(": "))]
+    #[error("cannot use --device cuda: {}", load_messages(.0).join(": "))]
     NoDriver(LoadError),
-    #[error("--device cuda cannot be had: the driver knows no device")]
+    #[error("cannot use --device cuda: the driver reports no device")]
     NoDevice,
-    #[error("the driver does not answer")]
+    #[error("cannot query the driver")]
     Driver(#[source] DriverError),
-    #[error("the simulator cannot be started")]
+    #[error("cannot start the simulator")]
     Simulator(#[source] ConfigError),
 }
 

@@ -63,14 +63,14 @@ impl Output {
     /// Writes a note to stderr, unless --quiet is given.
     pub fn note(&self, text: &str) {
         if !self.quiet {
-            complain(style("note"), text);
+            print_line(style("note"), text);
         }
     }
 
     /// Writes a warning about the results to stderr, unless --quiet is given.
     pub fn warning(&self, text: &str) {
         if !self.quiet {
-            complain(style("warning"), text);
+            print_line(style("warning"), text);
         }
     }
 
@@ -142,13 +142,13 @@ impl Output {
     }
 }
 
-fn complain(kind: StyledObject<&str>, text: &str) {
+fn print_line(kind: StyledObject<&str>, text: &str) {
     let lines = Vec::from_iter(text.lines().map(text::escape));
     let _ = writeln!(io::stderr(), "{kind}: {}", lines.join("\n    "));
 }
 
 pub fn error(text: &str) {
-    complain(style("error").for_stderr().red().bold(), text);
+    print_line(style("error").for_stderr().red().bold(), text);
 }
 
 /// Writes a line to stderr unchanged.

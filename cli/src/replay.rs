@@ -60,7 +60,7 @@ pub fn run(global: &GlobalOptions, options: &ReplayOptions, output: &mut Output)
                 } else {
                     output.row(&table, cells(&input.trace, &report, &table))?;
                 }
-                complain(path, &faults);
+                print_faults(path, &faults);
                 Ok(report.is_clean())
             });
             well &= output.report_outcome(shown)?;
@@ -270,7 +270,7 @@ pub fn texts(faults: &[Fault]) -> Vec<String> {
     faults.iter().map(|fault| fault.text.clone()).collect()
 }
 
-pub fn complain(path: &Path, faults: &[Fault]) {
+pub fn print_faults(path: &Path, faults: &[Fault]) {
     for Fault { line, text } in faults {
         let place = text::place(path, input::STDIN, *line);
         output::error(&format!("{place}: {text}"));

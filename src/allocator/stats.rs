@@ -6,7 +6,7 @@ use crate::error::memory::Bytes;
 
 use super::report::Packing;
 
-/// A quantity over time. The field that holds it states the unit: bytes or a number.
+/// A quantity over time. The documentation of each field states the unit, bytes or a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
@@ -252,7 +252,7 @@ impl Stats {
     }
 
     /// Counts memory obtained from the driver.
-    pub(crate) fn segment_added(&mut self, small: bool, bytes: u64) {
+    pub(crate) fn count_obtained(&mut self, small: bool, bytes: u64) {
         self.on_pool(small, |pool| {
             pool.reserved.add(bytes);
             pool.segments.add(1);
@@ -260,7 +260,7 @@ impl Stats {
     }
 
     /// Counts memory released to the driver.
-    pub(crate) fn segment_gone(&mut self, small: bool, bytes: u64) {
+    pub(crate) fn count_released(&mut self, small: bool, bytes: u64) {
         self.on_pool(small, |pool| {
             pool.reserved.sub(bytes);
             pool.segments.sub(1);

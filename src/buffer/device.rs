@@ -386,7 +386,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
 
     /// Returns all of it, for writing.
     pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
-        // SAFETY: the buffer is borrowed exclusively for as long.
+        // SAFETY: the buffer is borrowed exclusively for the lifetime of the result.
         unsafe { DeviceSliceMut::new(self.as_slice()) }
     }
 
@@ -401,7 +401,7 @@ impl<T: DeviceCopy> DeviceBuffer<T> {
         range: impl RangeBounds<usize>,
     ) -> Result<DeviceSliceMut<'_, T>, Error> {
         let part = self.as_slice().slice(range)?;
-        // SAFETY: the buffer is borrowed exclusively for as long.
+        // SAFETY: the buffer is borrowed exclusively for the lifetime of the result.
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 
@@ -482,7 +482,7 @@ impl<T: DeviceCopy> LaunchBuffer for DeviceBuffer<T> {
     }
 }
 
-// SAFETY: the address of its first element is what the driver reads.
+// SAFETY: the driver reads the parameter's value, the address of the first element, from the field `ptr`.
 unsafe impl<T: DeviceCopy> KernelParam for DeviceBuffer<T> {
     fn as_param(&self) -> *const c_void {
         (&raw const self.ptr).cast()

@@ -139,7 +139,8 @@ pub struct Plain<T>(pub T);
 // SAFETY: the only field is the wrapped value.
 #[cfg(feature = "bytemuck")]
 unsafe impl<T> bytemuck::TransparentWrapper<T> for Plain<T> {}
-// SAFETY: any bits, in padding also none, are a value of the type, which contains no pointers or interior mutability.
+// SAFETY: any bits are a value of the type, even if its padding is not initialised; it contains no pointers and no
+// interior mutability.
 #[cfg(feature = "bytemuck")]
 unsafe impl<T: bytemuck::AnyBitPattern + Send + Sync> DeviceCopy for Plain<T> {}
 // SAFETY: as above, and the type has no padding.
@@ -150,7 +151,7 @@ unsafe impl<T: bytemuck::Pod + Send + Sync> Pod for Plain<T> {}
 unsafe impl<T: DeviceCopy, const N: usize> DeviceCopy for [T; N] {}
 // SAFETY: as above.
 unsafe impl<T: Pod, const N: usize> Pod for [T; N] {}
-// SAFETY: anything, also nothing, is a value of it.
+// SAFETY: any bytes, initialised or not, are a value of the type.
 unsafe impl<T: DeviceCopy> DeviceCopy for MaybeUninit<T> {}
 
 macro_rules! fills {

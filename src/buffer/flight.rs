@@ -68,7 +68,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
                 Err(Failed::Before(error)) => return Err(Refused::new(host, error)),
                 Err(Failed::Submitted(error)) => match wait(stream, memory.events()) {
                     Ok(()) => return Err(Refused::new(host, error)),
-                    // The copy may never be known to be over.
+                    // The end of the copy may never become known.
                     Err(unseen) => host.block.lose(unseen),
                 },
             }
@@ -114,7 +114,7 @@ impl<T: DeviceCopy> CopyInFlight<T> {
         run: impl FnOnce(PinnedBuffer<T>) + Send + 'static,
     ) -> Result<(), Error> {
         let mut host = self.take()?;
-        if host.block.look()? {
+        if host.block.remove_completed()? {
             guarded(DONE, || run(host));
             return Ok(());
         }

@@ -75,7 +75,7 @@ impl HostBlock {
         self.lost.is_some()
     }
 
-    fn seen(&self) -> Result<(), Error> {
+    fn check_lost(&self) -> Result<(), Error> {
         match self.lost {
             None => Ok(()),
             Some(error) if error.is_fatal() => Err(error.into()),
@@ -84,8 +84,8 @@ impl HostBlock {
     }
 
     /// Removes completed work; returns whether all is complete. Does not wait.
-    pub fn look(&mut self) -> Result<bool, Error> {
-        self.seen()?;
+    pub fn remove_completed(&mut self) -> Result<bool, Error> {
+        self.check_lost()?;
         let mut failure = None;
         self.uses.retain(|work| match work.end.is_complete() {
             Ok(over) => !over,
@@ -107,7 +107,7 @@ impl HostBlock {
 
     /// Whether all work is complete; removes none.
     pub fn is_idle(&self) -> Result<bool, Error> {
-        self.seen()?;
+        self.check_lost()?;
         for work in &self.uses {
             if !work.end.is_complete()? {
                 return Ok(false);
@@ -118,7 +118,7 @@ impl HostBlock {
 
     /// Waits for all work, on the host.
     pub fn wait(&mut self) -> Result<(), Error> {
-        self.seen()?;
+        self.check_lost()?;
         for work in &self.uses {
             wait_for(&work.end, &work.stream)?;
         }
@@ -173,7 +173,7 @@ impl HostBlock {
     }
 
     pub(super) fn free_to_write(&mut self) -> Result<(), Error> {
-        match self.look()? {
+        match self.remove_completed()? {
             true => Ok(()),
             false => Err(Error::InFlight),
         }
@@ -193,7 +193,7 @@ impl Drop for HostBlock {
             });
         }
         let Some(memory) = &self.memory else { return };
-        if !self.is_busy() || memory.context().driver().drops_nothing() {
+        if !self.is_busy() || memory.context().driver().forbids_destruction() {
             return;
         }
         if let Err(error) = self.wait() {
@@ -408,7 +408,7 @@ impl HostPool {
         });
         for mut block in waiting {
             let before = block.is_lost();
-            if let Err(error) = block.look()
+            if let Err(error) = block.remove_completed()
                 && block.is_lost() != before
                 && let Some(count) = self.log.due()
             {

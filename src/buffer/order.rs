@@ -350,7 +350,8 @@ impl Memory {
 }
 
 impl Memory {
-    /// Frees the memory after all work of these contexts, which the host, or else the owner of the memory, waits for.
+    /// Frees the memory after all work of these contexts. The host waits for them; if a wait fails, it is left to the
+    /// owner of the memory.
     pub(crate) fn end_after(self, mut contexts: Vec<Context>) {
         let wait = |context: &Context| order::wait_until_idle(context);
         // A failure may be transient.
@@ -364,7 +365,7 @@ impl Memory {
     /// This is the drop, or the value is never dropped.
     #[inline(never)]
     unsafe fn end(&mut self, contexts: Vec<Context>) {
-        if process::is_gone() {
+        if process::is_unavailable() {
             // In a forked child, a thread that does not exist there may hold a lock.
             return;
         }
@@ -388,7 +389,7 @@ impl Memory {
 impl Drop for Memory {
     #[inline]
     fn drop(&mut self) {
-        let is_fast = !process::is_gone() && !*self.has_unordered.get_mut();
+        let is_fast = !process::is_unavailable() && !*self.has_unordered.get_mut();
         // SAFETY: this is the drop, in which the owner is not used again if the call returns true.
         if is_fast && unsafe { self.owner.try_end() } {
             // SAFETY: as above; the memory is dropped before its stream.

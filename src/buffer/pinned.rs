@@ -51,7 +51,7 @@ impl<T: DeviceCopy> PinnedBuffer<T> {
 
     /// Returns the same memory as uninitialised.
     pub fn into_uninit(self) -> PinnedBuffer<MaybeUninit<T>> {
-        // SAFETY: anything is a value of the type.
+        // SAFETY: any bytes, initialised or not, are a value of the type.
         unsafe { self.retyped() }
     }
 

@@ -285,7 +285,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
 
     /// Returns the same part, with a shorter lifetime.
     pub fn reborrow(&mut self) -> DeviceSliceMut<'_, T> {
-        // SAFETY: this one is borrowed exclusively for as long.
+        // SAFETY: `self` is borrowed exclusively for the lifetime of the result.
         unsafe { DeviceSliceMut::new(self.part) }
     }
 
@@ -295,14 +295,14 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         range: impl RangeBounds<usize>,
     ) -> Result<DeviceSliceMut<'_, T>, Error> {
         let part = self.part.slice(range)?;
-        // SAFETY: this one is borrowed exclusively for as long.
+        // SAFETY: `self` is borrowed exclusively for the lifetime of the result.
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 
     /// Splits it into the elements before `middle`, and the rest. Fails with [`Error::OutOfBounds`].
     pub fn split_at_mut(self, middle: usize) -> Result<(Self, Self), Error> {
         let (head, tail) = self.part.split_at(middle)?;
-        // SAFETY: they do not overlap, and this one ends here.
+        // SAFETY: the two parts do not overlap, and `self` is consumed.
         Ok(unsafe { (DeviceSliceMut::new(head), DeviceSliceMut::new(tail)) })
     }
 
@@ -311,7 +311,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
     where
         T: Pod,
     {
-        // SAFETY: this one is borrowed exclusively for as long.
+        // SAFETY: `self` is borrowed exclusively for the lifetime of the result.
         unsafe { DeviceSliceMut::new(self.part.as_bytes()) }
     }
 
@@ -321,7 +321,7 @@ impl<'a, T: DeviceCopy> DeviceSliceMut<'a, T> {
         T: Pod,
     {
         let part = self.part.cast()?;
-        // SAFETY: this one is borrowed exclusively for as long.
+        // SAFETY: `self` is borrowed exclusively for the lifetime of the result.
         Ok(unsafe { DeviceSliceMut::new(part) })
     }
 

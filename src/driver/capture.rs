@@ -143,7 +143,7 @@ impl Stream {
         let driver = entered.driver();
         driver.refuse_foreign(graph.context().driver(), "cuStreamBeginCaptureToGraph")?;
         let has_nodes = !graph.nodes()?.is_empty();
-        let (nodes, edges) = Dependency::apart(dependencies);
+        let (nodes, edges) = Dependency::to_arrays(dependencies);
         // SAFETY: the handles are valid by the contracts under which they were made, both arrays have the same length,
         // and the caller is responsible for the nodes.
         self.begin(|driver| unsafe {
@@ -216,7 +216,7 @@ impl Driver {
             edges: &[sys::CUgraphEdgeData], mode: CUstreamCaptureMode
         ) = cuStreamBeginCaptureToGraph(stream, graph, nodes.as_ptr(), edges.as_ptr(), nodes.len(), mode);
 
-        /// Returns the state and the id, whatever data the edges have.
+        /// Returns the state and the id. Unlike [`capture_v2`](Self::capture_v2), it succeeds if edges have data.
         unsafe fn state_of_capture(&self, stream: CUstream) -> state: (CUstreamCaptureStatus, u64)
             = cuStreamGetCaptureInfo_v2(
                 stream, &mut state.0, &mut state.1, ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
@@ -264,7 +264,7 @@ impl Drop for Capture<'_> {
     fn drop(&mut self) {
         if let Some(stream) = self.stream.take()
             && let Err(error) = stream.end_capture()
-            && !process::is_gone()
+            && !process::is_unavailable()
         {
             log::debug!("cannot end an abandoned capture: {error}");
         }
@@ -330,14 +330,14 @@ impl Driver {
         }?;
         match status {
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
-                self.answered(stream, false, asked);
+                self.record_answer(stream, false, asked);
                 return Ok(None);
             }
             CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => {
-                self.answered(stream, true, asked);
+                self.record_answer(stream, true, asked);
             }
             _ => {
-                self.answered(stream, true, asked);
+                self.record_answer(stream, true, asked);
                 let name = match with_edges {
                     true => "cuStreamGetCaptureInfo_v3",
                     false => "cuStreamGetCaptureInfo_v2",
@@ -378,7 +378,7 @@ impl Driver {
         add: bool,
     ) -> Result<(), DriverError> {
         type Flags = sys::CUstreamUpdateCaptureDependencies_flags;
-        let (mut nodes, edges) = Dependency::apart(dependencies);
+        let (mut nodes, edges) = Dependency::to_arrays(dependencies);
         // An empty vector's pointer is dangling, so null is passed instead.
         let (list, data) = match dependencies.is_empty() {
             true => (ptr::null_mut(), ptr::null()),

@@ -239,7 +239,7 @@ impl Context {
     }
 
     /// Makes this context current on the calling thread if none is, as the CUDA runtime does in its first call; a
-    /// context that is current already stays.
+    /// context that is already current stays current.
     ///
     /// # Errors
     /// The driver's; then nothing has changed.
@@ -257,7 +257,7 @@ impl Context {
 
     /// Makes this context current without changing the capture mode: for cheap queries.
     pub(super) fn switch(&self) -> Result<CurrentGuard<'_>, DriverError> {
-        self.0.is_itself()?;
+        self.0.check_identity()?;
         CurrentGuard::to(self.driver(), self.raw())
     }
 
@@ -268,7 +268,7 @@ impl Context {
     /// may have destroyed the handle anyway, and its value may have been reused by another thread since.
     pub(super) fn release(&self, handle: Deferred) {
         let driver = self.driver();
-        if driver.drops_nothing() {
+        if driver.forbids_destruction() {
             return;
         }
         if is_host_function() {
@@ -306,7 +306,7 @@ impl Inner {
 
     /// Fails if the handle now belongs to another context: the driver reuses handles of destroyed contexts. A kept
     /// context is never destroyed.
-    fn is_itself(&self) -> Result<(), DriverError> {
+    fn check_identity(&self) -> Result<(), DriverError> {
         if !self.is_kept() && id_of(self.device.driver(), self.raw)? != self.id {
             let code = CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
             return Err(DriverError::new("cuCtxGetId", code));
@@ -320,7 +320,7 @@ impl Inner {
         if !self.deferred.any() {
             return Ok(());
         }
-        self.is_itself()?;
+        self.check_identity()?;
         let _switched = CurrentGuard::to(driver, self.raw)?;
         let mut mode = relax(driver)?;
         self.deferred.destroy(driver, true);
@@ -332,7 +332,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // The process-wide driver keeps its primary contexts forever, so this is not one of them.
         let driver = self.device.driver();
-        if driver.drops_nothing() {
+        if driver.forbids_destruction() {
             return;
         }
         let retained = self.primary && driver.has(Feature::PrimaryRelease);
@@ -445,7 +445,7 @@ impl<'a> CurrentGuard<'a> {
 impl Drop for CurrentGuard<'_> {
     fn drop(&mut self) {
         // Also after a fatal error the thread gets its previous context back.
-        if process::is_gone() {
+        if process::is_unavailable() {
             return;
         }
         let result = self.driver.current_raw().and_then(|now| {
@@ -535,7 +535,7 @@ impl fmt::Debug for Entered<'_> {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        if self.mode == relaxed || process::is_gone() {
+        if self.mode == relaxed || process::is_unavailable() {
             return;
         }
         if let Err(error) = exchange_mode(self.driver(), &mut self.mode) {

@@ -120,7 +120,7 @@ pub(super) struct DeferredList {
 impl DeferredList {
     /// Takes over the deferred destructions that a former object of the context with this id left behind.
     pub(super) fn inherited(driver: &Driver, context: u64) -> DeferredList {
-        if driver.drops_nothing() {
+        if driver.forbids_destruction() {
             return DeferredList::default();
         }
         let left = driver.deferred().lock().remove(&context);
@@ -160,7 +160,7 @@ impl DeferredList {
     /// Destroys the deferred handles in their context, which is current; those whose destruction may wait for work only
     /// if the caller allows it.
     pub(super) fn destroy(&self, driver: &Driver, may_wait: bool) {
-        if !self.any() || driver.drops_nothing() {
+        if !self.any() || driver.forbids_destruction() {
             return;
         }
         let due: Vec<Deferred> = {

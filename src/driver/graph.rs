@@ -60,7 +60,9 @@ impl Dependency {
     }
 
     /// Converts the list to the two arrays that the driver takes.
-    pub(super) fn apart(list: &[Dependency]) -> (Vec<sys::CUgraphNode>, Vec<sys::CUgraphEdgeData>) {
+    pub(super) fn to_arrays(
+        list: &[Dependency],
+    ) -> (Vec<sys::CUgraphNode>, Vec<sys::CUgraphEdgeData>) {
         list.iter().map(|one| (one.node, one.edge)).unzip()
     }
 }

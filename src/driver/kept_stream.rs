@@ -100,7 +100,7 @@ impl Loan {
 
 impl Drop for Loan {
     fn drop(&mut self) {
-        if process::is_gone() {
+        if process::is_unavailable() {
             return;
         }
         if let Some(loans) = &mut *LOANS.lock()

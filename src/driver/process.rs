@@ -28,13 +28,13 @@ pub(super) fn is_exiting() -> bool {
 
 /// True once destructors must not call the driver any more.
 #[inline]
-pub(crate) fn is_gone() -> bool {
+pub(crate) fn is_unavailable() -> bool {
     now_bits() & (FORKED | EXITING) != 0
 }
 
 /// True while none of the conditions tracked by this module holds.
 #[inline]
-pub(crate) fn is_quiet() -> bool {
+pub(crate) fn is_normal() -> bool {
     now_bits() == 0
 }
 
@@ -139,7 +139,7 @@ impl Postponed {
 
     fn run_postponed(&self) {
         if self.waits.load(Ordering::Acquire)
-            && !is_gone()
+            && !is_unavailable()
             && let Some(work) = self.work.get()
         {
             work();

@@ -223,12 +223,12 @@ impl Stream {
     /// Returns the stream's id, if it is known without asking the driver.
     #[inline]
     pub(crate) fn known_id(&self) -> Option<u64> {
-        Some(self.id_at_hand()).filter(|id| *id != NO_ID)
+        Some(self.cached_id()).filter(|id| *id != NO_ID)
     }
 
     /// Returns the stream's id, or [`NO_ID`] if it is not known without asking the driver.
     #[inline(always)]
-    pub(crate) fn id_at_hand(&self) -> u64 {
+    pub(crate) fn cached_id(&self) -> u64 {
         self.0.id
     }
 
@@ -387,7 +387,7 @@ impl Drop for Inner {
             return;
         }
         let id = self.id;
-        if id != NO_ID && !process::is_gone() {
+        if id != NO_ID && !process::is_unavailable() {
             // The removed entry is dropped after the lock is released.
             let entry = self.context.driver().streams().lock().remove(&id);
             drop(entry);
@@ -491,7 +491,7 @@ impl Driver {
         match unsafe { ask(stream, &mut status) } {
             sys::CUresult::CUDA_SUCCESS => {
                 let capturing = status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-                self.answered(stream, capturing, asked);
+                self.record_answer(stream, capturing, asked);
                 Ok(capturing)
             }
             code => Err(code),
@@ -510,7 +510,7 @@ impl Driver {
 
     /// Records the driver's answer about a stream; `asked` is the newest finding before the query.
     #[inline(always)]
-    pub(super) fn answered(&self, stream: sys::CUstream, capturing: bool, asked: u64) {
+    pub(super) fn record_answer(&self, stream: sys::CUstream, capturing: bool, asked: u64) {
         if capturing {
             self.found().add(stream, false);
         } else {

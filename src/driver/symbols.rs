@@ -116,8 +116,8 @@ symbols! {
     StreamDevice: { cuStreamGetDevice }
     /// The capture that a stream is in, and the dependencies of its next node (11.3).
     CaptureInfo: { cuStreamGetCaptureInfo_v2 }
-    /// The same with the data of edges, changes of the next node's dependencies, and captures into an existing graph
-    /// (12.3).
+    /// The dependencies of a capture's next node with the data of their edges, changes of these dependencies, and
+    /// captures into an existing graph (12.3).
     EdgeData: {
         cuStreamGetCaptureInfo_v3 cuStreamUpdateCaptureDependencies_v2 cuStreamBeginCaptureToGraph
         cuGraphGetEdges_v2 cuGraphNodeGetDependencies_v2
@@ -167,8 +167,8 @@ symbols! {
 const _: () = assert!(SYMBOL_COUNT * size_of::<usize>() == size_of::<sys::CuFunctions>());
 const _: () = assert!(Feature::ALL.len() < 32);
 
-/// A function of the table: its exported name, whose suffix is the version of its ABI, and the group it belongs
-/// to; none if no driver is accepted without it.
+/// A function of the table: its exported name, whose suffix is the version of its ABI, and the group it belongs to;
+/// `None` for a function that every accepted driver has.
 #[doc(hidden)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Symbol {

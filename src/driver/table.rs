@@ -139,7 +139,7 @@ impl Driver {
     /// # Safety
     /// As for [`Driver::from_functions`].
     #[cfg(feature = "sim")]
-    pub(crate) unsafe fn on_ground(
+    pub(crate) unsafe fn with_resource(
         functions: sys::CuFunctions,
         ground: Arc<dyn Any + Send + Sync>,
     ) -> Result<Driver, LoadError> {
@@ -152,7 +152,7 @@ impl Driver {
         unsafe { Driver::start(functions, origin) }
     }
 
-    /// Returns the resource passed to [`Driver::on_ground`].
+    /// Returns the resource passed to [`Driver::with_resource`].
     #[cfg(feature = "sim")]
     pub(crate) fn ground(&self) -> Option<&(dyn Any + Send + Sync)> {
         self.0.ground.as_deref()
@@ -373,8 +373,8 @@ impl Driver {
     }
 
     /// Whether destructors must leave handles alone.
-    pub(crate) fn drops_nothing(&self) -> bool {
-        process::is_gone() || self.is_lost()
+    pub(crate) fn forbids_destruction(&self) -> bool {
+        process::is_unavailable() || self.is_lost()
     }
 
     /// Logs a failure in a destructor: the first one as a warning, later ones at debug level.

@@ -8,28 +8,30 @@ use crate::dtype::DType;
 #[non_exhaustive]
 pub enum InvalidArgument {
     /// A request of zero bytes or of more than any device has.
-    #[error("{bytes} bytes is not a valid size")]
+    #[error("invalid size: {bytes} bytes")]
     Size { bytes: u64 },
     /// An alignment that is not a power of two, or larger than supported.
-    #[error("{bytes} is not a valid alignment")]
+    #[error("invalid alignment: {bytes} bytes")]
     Alignment { bytes: u64 },
     /// Elements whose total size exceeds the address space.
-    #[error("{len} elements of {element_bytes} bytes are too many")]
+    #[error("too large: {len} elements of {element_bytes} bytes")]
     TooLarge { len: usize, element_bytes: usize },
     /// A number of elements other than the required one.
     #[error("expected {expected} elements, found {found}")]
     Length { expected: usize, found: usize },
     /// A size that is not a multiple of the element size of the requested type.
-    #[error("{bytes} bytes are not a multiple of the element size of {element_bytes} bytes")]
+    #[error(
+        "expected a multiple of the element size of {element_bytes} bytes, found {bytes} bytes"
+    )]
     Remainder { bytes: usize, element_bytes: usize },
     /// Memory that is not aligned for its element type.
-    #[error("{ptr:#x} is not aligned to {alignment} bytes")]
+    #[error("expected an address aligned to {alignment} bytes, found {ptr:#x}")]
     Misaligned { ptr: u64, alignment: usize },
     /// Memory that is too small for its contents.
-    #[error("{needed} bytes do not fit into {usable} bytes")]
+    #[error("expected at least {needed} bytes, found {usable} bytes")]
     TooSmall { needed: usize, usable: usize },
     /// A range that is empty, wraps around, is misaligned, or extends beyond the block that it begins in.
-    #[error("{bytes} bytes at {ptr:#x} are not a valid range")]
+    #[error("invalid range: {bytes} bytes at {ptr:#x}")]
     Range { ptr: u64, bytes: u64 },
     /// Elements accessed as another type than their own.
     #[error("expected elements of type {expected}, found {found}")]
@@ -58,13 +60,13 @@ pub enum InvalidArgument {
         capacity: usize,
     },
     /// More logical rows than the capacity of a table.
-    #[error("{rows} rows exceed the capacity of {capacity}")]
+    #[error("expected at most {capacity} rows, found {rows}")]
     Rows { rows: u64, capacity: usize },
     /// The host's copy of a table's row count was already set.
     #[error("the row count is already set to {rows}")]
     RowsAlreadySet { rows: u64 },
     /// An invalid value.
-    #[error("{value} is not a valid value of {what}")]
+    #[error("invalid value of {what}: {value}")]
     Setting { what: &'static str, value: u64 },
     /// Settings that contradict each other.
     #[error("{larger} ({value}) is above {bound} ({limit})")]
@@ -114,11 +116,11 @@ pub enum StreamMisuse {
     WrongThread,
     /// A stream argument of the exchange protocol that names no stream: 0, which would be ambiguous, or an undefined
     /// negative number.
-    #[error("{value} does not name a stream")]
+    #[error("expected a stream, found {value}")]
     NotAStream { value: i64 },
     /// The block was freed directly, bypassing the resource that orders its uses
     /// ([`AccessOrdered`](crate::resource::AccessOrdered)) and alone knows when they are complete.
-    #[error("the block goes back through the resource that keeps the order of its uses")]
+    #[error("cannot free the block: only the resource that orders its uses may free it")]
     KeptAbove,
     /// The launch recorder was called out of order.
     #[error("cannot {asked}: {because}")]

@@ -20,7 +20,9 @@ pub enum GraphPoolError {
     #[error("no graph pool has the tag `{tag}`")]
     UnknownTag { tag: &'static str },
     /// The checkpoint belongs to another pool, or the pool has released its addresses since.
-    #[error("stale checkpoint: it is of other addresses than the graph pool has now")]
+    #[error(
+        "expected a checkpoint of the current addresses of the graph pool, found one of other addresses"
+    )]
     ForeignCheckpoint,
     /// A predicate of a scope allocated from an allocator that has open scopes, or recorded a capturing stream.
     #[error(

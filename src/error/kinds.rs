@@ -73,7 +73,7 @@ pub enum Error {
     #[error("cannot allocate {} of host memory", Bytes(*bytes as u64))]
     HostMemory { bytes: usize },
     /// The request was restricted to cached memory, and there is none that the stream may use without a wait.
-    #[error("no cached memory serves the request")]
+    #[error("no cached memory fits the request")]
     NotCached,
     /// An invalid argument.
     #[error(transparent)]
@@ -123,7 +123,7 @@ pub enum Error {
     #[error("{ptr:#x} lies inside the block at {base:#x}")]
     InteriorPointer { ptr: u64, base: u64 },
     /// The block of this generation no longer exists; its record or address may be in use again.
-    #[error("the block at {ptr:#x} of generation {generation} is gone")]
+    #[error("the block at {ptr:#x} of generation {generation} was freed")]
     UseAfterFree { ptr: u64, generation: u64 },
     /// A range that is not inside its block or buffer, or that ends before it starts.
     #[error("the range {start}..{end} does not lie in 0..{len}")]
@@ -165,7 +165,7 @@ pub enum Error {
     #[error("stale handle: generation {have}, current {current}")]
     Stale { have: u64, current: u64 },
     /// The block was already given up.
-    #[error("there is no block: it was given up")]
+    #[error("the block was already given up")]
     Abandoned,
     /// Foreign memory that is read-only.
     #[error("the memory is read-only")]
@@ -187,8 +187,8 @@ pub enum Error {
     },
     /// Memory that overlaps memory which is already allocated or known. The existing block is not affected.
     #[error(
-        "memory at {:#x}, {} bytes, overlaps that at {:#x}, {} bytes",
-        new.0, new.1, old.0, old.1
+        "{} bytes at {:#x} overlap the {} bytes at {:#x} that are in use",
+        new.1, new.0, old.1, old.0
     )]
     Overlap {
         /// Address and bytes of the rejected memory.

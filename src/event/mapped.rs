@@ -23,7 +23,7 @@ pub(crate) struct Mapped {
     names: Mutex<(usize, usize)>,
 }
 
-// SAFETY: the memory is shared by atomics, but for the names, which are written under their lock.
+// SAFETY: all accesses to the memory are atomic, except those to the names, which are written under their lock.
 unsafe impl Send for Mapped {}
 // SAFETY: as above.
 unsafe impl Sync for Mapped {}
@@ -62,13 +62,13 @@ impl Mapped {
         }
         let at = HEADER + NAME_BYTES + ring * (RING_HEADER + self.capacity * RECORD);
         debug_assert!(at + RING_HEADER + self.capacity * RECORD <= self.bytes);
-        // SAFETY: the ring lies within the mapping, behind multiples of eight bytes.
+        // SAFETY: the ring lies within the mapping, at a multiple of eight bytes.
         Some((unsafe { self.base.add(at) }.cast(), self.capacity))
     }
 
     /// Counts an event for which no ring is left.
     pub(crate) fn miss(&self) {
-        // SAFETY: the number is a multiple of eight bytes within the header, and only touched as an atomic.
+        // SAFETY: the word lies in the header, at a multiple of eight bytes, and is only accessed as an atomic.
         let missed = unsafe { &*self.base.add(MISSED).cast::<AtomicU64>() };
         missed.fetch_add(1, Ordering::Relaxed);
     }
@@ -87,7 +87,7 @@ impl Mapped {
             entry.extend_from_slice(&number.to_le_bytes());
             entry.extend_from_slice(&(name.len() as u32).to_le_bytes());
             entry.extend_from_slice(name.as_bytes());
-            // SAFETY: the entry lies within what is set aside for names, and only the lock's holder writes there.
+            // SAFETY: the entry lies within the bytes reserved for names, where only the holder of the lock writes.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     entry.as_ptr(),
@@ -132,7 +132,7 @@ mod imp {
     /// Allocates the space of the whole file: writing to a hole on a full disk would kill the process.
     pub(super) fn fill(file: &File, bytes: usize) -> io::Result<()> {
         loop {
-            // SAFETY: a call with numbers alone, of a file that is open.
+            // SAFETY: the call takes only numbers, and the file is open.
             match unsafe { posix_fallocate(file.as_raw_fd(), 0, bytes as i64) } {
                 0 => return Ok(()),
                 code => match io::Error::from_raw_os_error(code) {
@@ -144,7 +144,7 @@ mod imp {
     }
 
     pub(super) fn map(file: &File, bytes: usize) -> io::Result<*mut u8> {
-        // SAFETY: new addresses of the kernel's choice, over a file that was just made as long as this.
+        // SAFETY: the kernel chooses unused addresses, and the file was just extended to this length.
         let base = unsafe {
             mmap(
                 std::ptr::null_mut(),

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lap_spoils_nothing_else() {
+    fn a_lap_changes_no_other_field() {
         let whose = StreamLap::new(7, 3).in_lap(9).in_lap(u16::MAX);
         let record = whose.record((Kind::Use, 512, 1), (5, 42));
         assert_eq!(lap_of(record[3]), u16::MAX);

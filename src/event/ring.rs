@@ -113,14 +113,14 @@ impl Ring {
     }
 
     fn head(&self) -> &AtomicU64 {
-        // SAFETY: the memory begins with it.
+        // SAFETY: the head is the first word of the memory.
         unsafe { &*self.words }
     }
 
     /// Returns the places from that of a record, given by its number, to the end.
     fn place(&self, number: u64) -> *const Slot {
         let at = HEAD_WORDS + (number % self.capacity) as usize * WORDS;
-        // SAFETY: the memory has as many places behind the head's line.
+        // SAFETY: the cache line of the head is followed by that many places.
         unsafe { self.words.add(at).cast() }
     }
 
@@ -232,7 +232,7 @@ impl Writer {
     #[inline(always)]
     pub(crate) unsafe fn put(&mut self, place: Place, record: Record) {
         debug_assert_eq!(record::lap_of(record[3]), self.whose.lap());
-        // SAFETY: it is a place of the writer's ring.
+        // SAFETY: the caller guarantees that the place is one of the writer's ring.
         unsafe { &*place.0 }.write(record);
         let next = self.at.load(Ordering::Relaxed).wrapping_add(1);
         self.at.store(next, Ordering::Relaxed);
@@ -243,7 +243,7 @@ impl Writer {
         let Some(place) = self.place().or_else(|| self.turn()) else {
             return false;
         };
-        // SAFETY: it is the writer's place, just now.
+        // SAFETY: the writer has just returned this place.
         unsafe { self.put(place, with_lap(record, self.whose.lap())) };
         true
     }
@@ -310,7 +310,7 @@ mod tests {
         for number in 0..20 {
             if let Some(place) = writer.place() {
                 let lap = u64::from(writer.whose().lap()) << 48;
-                // SAFETY: it is the writer's place.
+                // SAFETY: the writer has just returned this place.
                 unsafe { writer.put(place, [number, number, number, lap | number]) };
             } else {
                 pushed.push(number);
@@ -349,7 +349,7 @@ mod tests {
             .whose()
             .record((crate::event::Kind::Free, 512, 3), (10, 4));
         let place = writer.place().unwrap();
-        // SAFETY: it is the writer's place.
+        // SAFETY: the writer has just returned this place.
         unsafe { writer.put(place, record) };
         let found = ring.read(10);
         let parts: Vec<_> = found

@@ -58,7 +58,7 @@ impl Session {
     ) -> Option<Arc<Session>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let mut current = current();
-        if is_there(&current) {
+        if is_active(&current) {
             return None;
         }
         let process = std::process::id();
@@ -99,8 +99,8 @@ impl Session {
     }
 
     /// Whether a recording of this process is running, or still has rings in use.
-    pub(crate) fn is_there() -> bool {
-        is_there(&current())
+    pub(crate) fn is_active() -> bool {
+        is_active(&current())
     }
 
     /// Whether this process was forked after the recording started.
@@ -144,7 +144,7 @@ impl Session {
         if records == 0 || self.mapped.is_some() {
             return None;
         }
-        // Readers skip the slot that may be being written.
+        // Readers skip the slot that the writer may be writing to.
         let ring = Arc::new(Ring::new((records + 1).next_power_of_two(), None));
         self.rings().push(Arc::clone(&ring));
         Some(ring)
@@ -179,7 +179,7 @@ impl Session {
     }
 }
 
-fn is_there(current: &Option<Arc<Session>>) -> bool {
+fn is_active(current: &Option<Arc<Session>>) -> bool {
     current.as_ref().is_some_and(|now| !now.is_of_parent())
 }
 
@@ -390,7 +390,8 @@ impl EventWriter {
         self.number = match &session {
             Some(session) => session.number,
             None if is_own() => 0,
-            // Not tried again while the parent's number stands.
+            // This child of the recording process does not try again while the recording of its parent is the current
+            // one.
             None => NUMBER.load(Ordering::Relaxed),
         };
         let session = session.filter(|_| !self.writer.whose().is_unnumbered());

@@ -172,7 +172,7 @@ impl Sink {
         }
         if let Some(thread) = thread {
             thread.thread().unpark();
-            // The recording ends in any case: a panic of that thread is no reason for one here.
+            // The recording ends in any case, so a panic of that thread is not passed on.
             let _ = thread.join();
         }
         self.inner.write(true);

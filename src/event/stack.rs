@@ -401,7 +401,7 @@ mod tests {
         ];
         let expected = "trainer::main;cualloc::Allocator::allocate;core::ops::function::FnOnce::call_once;trainer::relief";
         assert_eq!(users(&printed(&hook)), expected);
-        // Through the C library, with and without the names of the program.
+        // A call through the C library, from a program with and without function names.
         let inner = [
             ("cualloc::event::sample::of_thread", ""),
             ("cualloc_alloc", ""),
@@ -410,7 +410,7 @@ mod tests {
         assert_eq!(users(&printed(&named)), "main;step");
         let unnamed = [inner[0], inner[1], ("<unknown>", ""), ("main", "")];
         assert_eq!(users(&printed(&unnamed)), "main;0x55f402c1c86b");
-        // A function that was inlined into the start of its thread.
+        // A thread whose function was inlined into the start of the thread.
         let start = "std::sys::backtrace::__rust_begin_short_backtrace";
         let thread = [inner[0], inner[1], (start, ""), ("clone3", "")];
         assert_eq!(users(&printed(&thread)), format!("clone3;{start}"));

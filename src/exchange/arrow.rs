@@ -139,7 +139,7 @@ unsafe extern "C" fn release(array: *mut FFI_ArrowArray) {
         drop(export.event.take());
         drop(export);
     });
-    // SAFETY: in every case it must not be called again.
+    // SAFETY: the array is released, and a released array has no callback.
     unsafe {
         array.set_release(None);
         array.set_private_data(ptr::null_mut());

@@ -93,7 +93,7 @@ pub(super) fn order(earlier: &Stream, later: &Stream) -> Result<(), Error> {
 /// Waits on the host until all work submitted to the stream with this id has ended, successfully or not.
 pub(super) fn wait_until_over(stream: &Stream, id: u64) -> Result<(), Error> {
     if stream.kind() == StreamKind::PerThreadDefault && stream.id()? != id {
-        // On this thread the handle means another thread's stream than the intended one.
+        // On this thread the handle means a stream of another thread than the intended one.
         return Ok(order::wait_until_idle(stream.context())?);
     }
     capture::refuse_capture(stream)?;

@@ -320,7 +320,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let holder = self.holder.take();
-        if process::is_gone() {
+        if process::is_unavailable() {
             // Neither the driver nor the producer can be called here.
             return std::mem::forget(holder);
         }

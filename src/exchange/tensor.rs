@@ -387,8 +387,8 @@ impl Tensor {
             return Err(Error::ReadOnly);
         }
         let all = self.as_slice()?;
-        // SAFETY: the tensor is borrowed exclusively for as long; operations of other owners of the memory take turns
-        // with these.
+        // SAFETY: the tensor is borrowed exclusively for the lifetime of the result; operations of other owners of the
+        // memory take turns with its own.
         Ok(unsafe { DeviceSliceMut::new(all) })
     }
 
@@ -498,7 +498,7 @@ impl Drop for ReturnStream {
     fn drop(&mut self) {
         // The stream is recorded with the owner again, as at the import: the stream may have been retired since,
         // and this counts for work submitted to it later.
-        if process::is_gone() {
+        if process::is_unavailable() {
             return;
         }
         let recorded = self.stream.with(|stream| {

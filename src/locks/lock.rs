@@ -33,7 +33,7 @@ pub(crate) struct Lock<T, B = ()> {
     value: Cell<T>,
 }
 
-// SAFETY: the value is reached through a `Held` alone, of which there is one at a time.
+// SAFETY: the value is accessed only through a `Held`, and at most one of these exists at a time.
 unsafe impl<T: Send, B: Sync> Sync for Lock<T, B> {}
 
 impl<T> Lock<T> {
@@ -158,7 +158,7 @@ impl<T, B> Deref for Held<'_, T, B> {
     #[inline]
     fn deref(&self) -> &T {
         #[cfg(not(loom))]
-        // SAFETY: this is the only `Held` of the lock, and the borrow lasts no longer than it.
+        // SAFETY: this is the only `Held` of the lock, and the result borrows it.
         unsafe {
             &*self.lock.value.0.get()
         }

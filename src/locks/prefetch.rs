@@ -5,7 +5,7 @@
 #[inline(always)]
 pub(crate) fn prefetch(pointer: *const ()) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a hint, which every address is good for.
+    // SAFETY: a prefetch is a hint that accepts any address.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(pointer.cast());

@@ -80,7 +80,7 @@ unsafe extern "C" fn ignore(_: u32) {}
 /// The function table in the tool's format: pointers to words, terminated by null.
 struct Places([*mut usize; abi::DOMAIN_FUNCTIONS + 1]);
 
-// SAFETY: the pointers are to atomics, which anybody may write to as such; they never change themselves.
+// SAFETY: the pointers never change, and refer to atomics, which any thread may write.
 unsafe impl Sync for Places {}
 
 static PLACES: Places = Places({
@@ -217,7 +217,7 @@ impl Tool {
     }
 
     /// Reports that the memory at an address is no longer a heap.
-    pub(crate) fn heap_gone(&self, at: u64) {
+    pub(crate) fn remove_heap(&self, at: u64) {
         let Some((_, handle)) = self.heaps().remove(&at) else {
             return;
         };
@@ -324,7 +324,7 @@ impl Tool {
 
     pub(crate) fn pop(&self) {
         if let Some(pop) = Domain::pop() {
-            // SAFETY: a function of the domain alone.
+            // SAFETY: the function takes only the domain.
             unsafe { pop(self.domain()) };
         }
     }
@@ -347,7 +347,8 @@ fn attach_memory(attach: abi::AttachExtension) -> bool {
         export: 0,
         info: 0,
     };
-    // SAFETY: what the module points to lives through the call, and the places for functions for ever.
+    // SAFETY: the values that the module points to live until the call returns, and the places for functions are
+    // statics.
     unsafe { attach(&mut module) != 0 }
 }
 

@@ -133,7 +133,7 @@ impl Table {
     }
 
     /// Restores the entry of a block that could not be freed after [`leave`](Self::leave), and returns its new note.
-    pub fn stay(&self, live: Live) -> u64 {
+    pub fn restore(&self, live: Live) -> u64 {
         let (number, shard) = self.shard(&live.key);
         let mut shard = shard.lock();
         shard.forget(&live.key, live.address);

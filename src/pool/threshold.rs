@@ -137,7 +137,7 @@ impl Inner {
     }
 }
 
-// SAFETY: the blocks are its allocator's.
+// SAFETY: all blocks come from the pool's allocator, which fulfils the contract.
 unsafe impl MemoryResource for Inner {
     fn allocate_block(&self, request: &Request, on: &Stream) -> Result<RawBlock, Error> {
         // Before there is an allocator.

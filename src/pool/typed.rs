@@ -230,7 +230,7 @@ impl Inner {
         if !engine.is_fast() || !request.is_plain() || !request.alignment().is_power_of_two() {
             return None;
         }
-        let (id, bytes) = (stream.id_at_hand(), live.key.1);
+        let (id, bytes) = (stream.cached_id(), live.key.1);
         self.table.hit(
             live,
             #[inline(always)]
@@ -304,7 +304,7 @@ unsafe impl MemoryResource for Inner {
             .deallocate_block(block)
             .map_err(|mut refused| {
                 if let Some(live) = left {
-                    refused.value.set_note(self.table.stay(live));
+                    refused.value.set_note(self.table.restore(live));
                 }
                 refused
             })?;

@@ -15,7 +15,7 @@ pub enum SnapshotError {
     #[error("byte {at}: the snapshot is cut off")]
     Short { at: usize },
     /// The pickle has an opcode that plain values do not need, and that would create an object or call a function.
-    #[error("byte {at}: opcode {opcode:#04x} is for other than plain values; it is not executed")]
+    #[error("byte {at}: unsupported opcode {opcode:#04x}: only plain values are read")]
     Opcode { at: usize, opcode: u8 },
     /// The pickle is malformed.
     #[error("byte {at}: {what}")]
@@ -32,7 +32,7 @@ pub enum SnapshotError {
         found: String,
     },
     /// The file contains something else.
-    #[error("not a memory snapshot, but {found}")]
+    #[error("expected a memory snapshot, found {found}")]
     NotASnapshot { found: String },
 }
 

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn nesting_has_an_end() {
+    fn nesting_is_limited() {
         let deep = |depth| read(format!("{}{}", "[".repeat(depth), "]".repeat(depth)).as_bytes());
         assert!(deep(DEEPEST).is_ok());
         let fault = deep(DEEPEST + 1).unwrap_err().to_string();

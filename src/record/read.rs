@@ -23,7 +23,7 @@ const MOST_NAMES: usize = 1 << 20;
 #[non_exhaustive]
 pub enum ReadError {
     /// The file does not begin like a recording.
-    #[error("this is no recording of cualloc")]
+    #[error("expected a recording of cualloc, found another file")]
     NotARecording,
     /// The file was written by an incompatible version of this crate.
     #[error(
@@ -177,7 +177,7 @@ fn read(bytes: &[u8], limit: u64) -> Result<Recording, ReadError> {
         _ => {
             return Err(ReadError::Damaged {
                 at: 12,
-                what: "there is no such form",
+                what: "unknown form",
             });
         }
     };
@@ -216,7 +216,7 @@ fn chunks(mut from: Bytes<'_>, limit: u64) -> Result<Parts, ReadError> {
             file::NAME if bytes > LONGEST => return Err(damaged("a name is too long")),
             file::NAME => parts.name(number, payload.all),
             file::END => parts.complete = true,
-            _ => return Err(damaged("there is no such chunk")),
+            _ => return Err(damaged("unknown chunk")),
         }
     }
     Ok(parts)

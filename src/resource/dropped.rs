@@ -46,7 +46,8 @@ pub(crate) fn keep(resource: &Arc<dyn MemoryResource>, block: RawBlock, error: &
     if !matches!(error, Error::Capturing { .. }) {
         log_rarely(error, what);
     }
-    let lost = process::is_gone() || error.driver_error().is_some_and(|error| error.is_fatal());
+    let lost =
+        process::is_unavailable() || error.driver_error().is_some_and(|error| error.is_fatal());
     if lost || matches!(error, Error::UseAfterFree { .. } | Error::Closed) {
         return;
     }
@@ -63,7 +64,7 @@ fn put(resource: Arc<dyn MemoryResource>, block: RawBlock) {
 /// Frees the kept blocks of a resource, as far as possible.
 #[inline]
 pub(crate) fn retry(resource: &impl MemoryResource) {
-    if ANY.load(Ordering::Acquire) && !process::is_gone() {
+    if ANY.load(Ordering::Acquire) && !process::is_unavailable() {
         free_kept(Some(resource.id()));
     }
 }
@@ -73,7 +74,7 @@ fn free_kept(source: Option<u64>) {
     let chosen = |(_, block): &mut (_, RawBlock)| source.is_none_or(|it| it == block.id().source());
     let tried: Vec<_> = (process::lock(&KEPT).extract_if(.., chosen)).collect();
     for (resource, block) in tried {
-        if (resource.context()).is_some_and(|context| context.driver().drops_nothing()) {
+        if (resource.context()).is_some_and(|context| context.driver().forbids_destruction()) {
             std::mem::forget(block);
         } else if let Err(failure) = resource.deallocate_block(block) {
             put(resource, *failure.value);

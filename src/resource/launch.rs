@@ -216,7 +216,7 @@ fn out_of_order<T>(asked: &'static str, because: &'static str) -> Result<T, Erro
 impl<R: MemoryResource> Drop for Launch<R> {
     fn drop(&mut self) {
         if cfg!(debug_assertions)
-            && !process::is_gone()
+            && !process::is_unavailable()
             && self.phase != Phase::Committed
             && self.recorded > 0
         {

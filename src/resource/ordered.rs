@@ -77,7 +77,7 @@ struct Entry {
     stream: Stream,
     /// The number of charges of budgets below this resource.
     charges_below: usize,
-    /// The number of resources below this one that order uses as well.
+    /// The number of resources below this one that also order uses.
     keepers_below: u32,
     uses: Mutex<Uses>,
 }

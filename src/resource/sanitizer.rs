@@ -16,7 +16,7 @@ use crate::sync::point::{Point, add_user};
 
 use super::block::RawBlock;
 use super::dropped::give_back_now;
-use super::traits::{MemoryResource, UseTracking, must_last};
+use super::traits::{MemoryResource, UseTracking, is_unmarked};
 
 /// The byte for checks turned on by the environment.
 const POISON: u8 = 0xDD;
@@ -225,7 +225,7 @@ impl<R: MemoryResource> Sanitizer<R> {
         recorded: Result<(), Error>,
     ) -> Result<(), Error> {
         let matters = self.checks.poison_freed.is_some() && stream.own_id() != id.stream_id();
-        if matters && (recorded.is_ok() || must_last(&recorded)) {
+        if matters && (recorded.is_ok() || is_unmarked(&recorded)) {
             let mut entries = self.entries();
             let entry = entries.get_mut(&id.ptr());
             if let Some(entry) = entry.filter(|entry| entry.block.id == *id) {

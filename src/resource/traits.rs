@@ -231,7 +231,7 @@ pub unsafe trait MemoryResource: Send + Sync {
             Some(below) => below.finish_use(id, stream, access),
             None => {
                 let recorded = self.record_use(id, stream);
-                if must_last(&recorded) {
+                if is_unmarked(&recorded) {
                     // The first error is the one that is returned.
                     let _ = self.record_stream(id, stream);
                 }
@@ -282,7 +282,7 @@ pub trait Source: MemoryResource + Clone + 'static {}
 impl<R: MemoryResource + Clone + 'static> Source for R {}
 
 /// Whether the driver failed to mark the end of queued work, so that its stream counts until the block is freed.
-pub(crate) fn must_last(recorded: &Result<(), Error>) -> bool {
+pub(crate) fn is_unmarked(recorded: &Result<(), Error>) -> bool {
     matches!(recorded, Err(error) if error.driver_error().is_some())
 }
 

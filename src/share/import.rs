@@ -107,7 +107,7 @@ impl fmt::Debug for Import {
 impl Drop for Import {
     fn drop(&mut self) {
         // The driver may be gone, and the kernel releases everything.
-        if process::is_gone() {
+        if process::is_unavailable() {
             return;
         }
         retry_postponed();
@@ -238,7 +238,7 @@ impl Drop for Mapping {
             mappings.remove(&self.key);
         }
         drop(mappings);
-        if self.context.driver().drops_nothing() {
+        if self.context.driver().forbids_destruction() {
             return;
         }
         let unmapped = self

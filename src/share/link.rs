@@ -100,7 +100,7 @@ impl Link {
             broken: AtomicBool::new(false),
         };
         let secret = exporter.secret;
-        link.ask(Request::Hello { secret })?;
+        link.send_request(Request::Hello { secret })?;
         Ok(link)
     }
 
@@ -110,7 +110,7 @@ impl Link {
 
     /// Guards a block.
     pub(super) fn open(self: &Arc<Link>, block: &BlockName) -> Result<Opened, Error> {
-        let words = self.ask(Request::Open(*block))?.0;
+        let words = self.send_request(Request::Open(*block))?.0;
         let [guard, offset, count, first @ ..] = &words[..] else {
             return Err(self.malformed());
         };
@@ -122,7 +122,7 @@ impl Link {
         };
         while (opened.parts.len() as u64) < *count {
             let (guard, first) = (opened.guard, opened.parts.len() as u64);
-            let more = parts_of(&self.ask(Request::List { guard, first })?.0);
+            let more = parts_of(&self.send_request(Request::List { guard, first })?.0);
             if more.is_empty() {
                 return Err(self.malformed());
             }
@@ -158,8 +158,9 @@ impl Link {
         }
     }
 
-    /// Sends a request and waits for the reply: its words behind the first, and its descriptors.
-    fn ask(&self, request: Request) -> Result<(Vec<u64>, Vec<OwnedFd>), Error> {
+    /// Sends a request and waits for the reply: returns the words of the reply except for the first, and its
+    /// descriptors.
+    fn send_request(&self, request: Request) -> Result<(Vec<u64>, Vec<OwnedFd>), Error> {
         let mut turn = self.turn.lock();
         if self.is_broken() {
             return Err(self.system("reach the exporter", Errno::TIMEDOUT));
@@ -222,7 +223,7 @@ impl Opened {
     /// Returns the descriptors of a page of handles.
     pub(super) fn export(&self, first: usize) -> Result<Vec<OwnedFd>, Error> {
         let (guard, first) = (self.guard, first as u64);
-        Ok(self.link.ask(Request::Export { guard, first })?.1)
+        Ok(self.link.send_request(Request::Export { guard, first })?.1)
     }
 
     /// Returns the process that shares the block.

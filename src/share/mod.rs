@@ -23,10 +23,11 @@
 //! ```
 //!
 //! # Lifetime
-//! A token holds nothing: it can be opened as long as its block is live, and is refused after the block was freed, even
-//! if another block has the address. An [`Import`] guards the block ([`RangeGuard`](crate::allocator::RangeGuard)): its
-//! owner may free it, but the memory is not reused before the import is dropped or its process has ended. If the
-//! exporter ends first, imported memory stays valid, and its tokens are refused.
+//! A token does not keep its block alive: it can be opened as long as the block is live, and is refused after the block
+//! was freed, even if another block has the address. An [`Import`] guards the block
+//! ([`RangeGuard`](crate::allocator::RangeGuard)): its owner may free it, but the memory is not reused before the
+//! import is dropped or its process has ended. If the exporter ends first, imported memory stays valid, and its tokens
+//! are refused.
 //!
 //! # Ordering
 //! Opening a token orders nothing: the work that fills the block must be complete before the importer's work begins, so

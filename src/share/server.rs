@@ -209,7 +209,7 @@ impl Importer {
                 Ok(None) | Err(_) => return false,
             };
             // The driver may have shut down.
-            if process::is_gone() || !self.reply(server, &message) {
+            if process::is_unavailable() || !self.reply(server, &message) {
                 return false;
             }
         }

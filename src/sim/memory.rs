@@ -31,7 +31,7 @@ impl State {
         self.create_charged(device, bytes, bytes, (handle, props))
     }
 
-    /// The same for memory that takes more or less of the device than it has.
+    /// [`create`](State::create) for memory whose size differs from the bytes that it takes from the device.
     pub(super) fn create_charged(
         &mut self,
         device: usize,

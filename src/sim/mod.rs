@@ -170,7 +170,7 @@ impl Simulator {
         };
         // SAFETY: the functions are those of the table's types, and stay callable for the life of
         // the process: without their simulator they return an error.
-        unsafe { Driver::on_ground(self.functions(), Arc::new(ground)) }
+        unsafe { Driver::with_resource(self.functions(), Arc::new(ground)) }
     }
 
     /// Returns the primary context of a device, by a separate driver ([`Simulator::driver`]).

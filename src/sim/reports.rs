@@ -160,7 +160,9 @@ impl fmt::Display for Report {
             } => {
                 write!(f, "{call} of {address:#x}+{bytes} under {user}")
             }
-            Report::HostGone { site } => write!(f, "host memory that is gone: {site}"),
+            Report::HostGone { site } => {
+                write!(f, "host memory that was freed or unregistered: {site}")
+            }
             Report::Undefined { site } => write!(f, "undefined bytes read: {site}"),
             Report::Destroyed {
                 call,

@@ -189,7 +189,7 @@ impl State {
     ) -> R {
         type K = CUmemAllocationHandleType;
         handle.check()?;
-        // A descriptor travels as the pointer's value, a fabric handle lies behind the pointer.
+        // A descriptor is passed as the pointer's value; for a fabric handle the pointer refers to it.
         let alloc = match kind {
             K::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR => self.shared_fd(os_handle.address())?,
             K::CU_MEM_HANDLE_TYPE_FABRIC if os_handle.address() != 0 => {

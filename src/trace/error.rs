@@ -29,7 +29,7 @@ pub enum TraceFault {
     #[error("cannot be read")]
     Read { source: io::Error },
     /// The first line is not the header.
-    #[error("the first line must be `{HEADER}`, not `{found}`")]
+    #[error("expected the header `{HEADER}`, found `{found}`")]
     Header { found: String },
     /// The line is longer than any row can be.
     #[error("longer than {LINE_LIMIT} bytes")]
@@ -44,7 +44,7 @@ pub enum TraceFault {
     #[error("more fields than columns")]
     FieldsLeftOver,
     /// A field is not an unsigned decimal integer of at most 64 bits.
-    #[error("`{field}` must be a whole number from 0 to {max}, not `{found}`", max = u64::MAX)]
+    #[error("`{field}`: expected a whole number from 0 to {max}, found `{found}`", max = u64::MAX)]
     NotANumber { field: &'static str, found: String },
     /// A field of a log is not of the kind that its column requires.
     #[error("`{field}`: expected {expected}, found `{found}`")]
@@ -54,7 +54,7 @@ pub enum TraceFault {
         found: String,
     },
     /// A new block's id does not follow the last one.
-    #[error("the next new id is {expected}, not {found}")]
+    #[error("expected {expected} as the next new id, found {found}")]
     IdOutOfOrder { expected: u64, found: u64 },
     /// A block of 0 bytes is requested.
     #[error("expected a request of at least 1 byte, found 0 bytes")]
@@ -72,10 +72,10 @@ pub enum TraceFault {
     #[error("block {id} completes a second time")]
     CompletedTwice { id: u64 },
     /// A stream number has more than 32 bits.
-    #[error("stream {found} is not below {STREAM_LIMIT}")]
+    #[error("expected a stream below {STREAM_LIMIT}, found {found}")]
     StreamTooLarge { found: u64 },
     /// A block is freed or completed on a stream other than its own.
-    #[error("block {id} belongs to stream {expected}, not {found}")]
+    #[error("block {id}: expected stream {expected}, found {found}")]
     StreamChanged { id: u64, expected: u32, found: u32 },
     /// The total size of the blocks live at the same time exceeds 2^64 bytes.
     #[error("the live blocks have more bytes than 64 bits can count")]

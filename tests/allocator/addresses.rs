@@ -173,7 +173,7 @@ fn a_reservation_that_is_refused_is_tried_shorter() {
     }
 }
 
-/// Addresses are named, not memory, of which there is plenty; what is there goes on to serve.
+/// The error names addresses rather than memory, which is plentiful; existing memory still serves requests.
 #[test]
 fn a_request_without_addresses_reports_that() {
     only_simulated_on(Policy::Packed, cramped(1 << 30, 512 << 20), |rig, _| {

@@ -72,7 +72,7 @@ impl Gate {
         );
     }
 
-    /// Lets the call go on; it must have waited until now.
+    /// Lets the call continue; it must have waited until now.
     fn open(&self) {
         let mut inside = self.inner.lock().unwrap();
         inside.closed = false;
@@ -163,8 +163,8 @@ fn r55_a_default_configuration_reuses_a_gibibyte() {
     });
 }
 
-/// Two threads say at once that a block is used on their streams, one for good and one until now:
-/// neither word is lost.
+/// Two threads concurrently record uses of a block on their streams, one until the free and one until now: neither use
+/// is lost.
 #[test]
 fn uses_recorded_concurrently_are_both_kept() {
     only(Policy::Packed, |rig| {

@@ -115,7 +115,7 @@ fn s1_38_counters_equal_a_walk() {
     });
 }
 
-/// S1.39: what empty cache gave back is gone, and nothing is ever served from it.
+/// S1.39: memory that `empty_cache` released serves no later request.
 #[test]
 fn s1_39_released_memory_is_not_reused() {
     each(|rig| {

@@ -321,7 +321,7 @@ fn blocks_from_a_large_cache_are_marked_in_a_call_of_their_stream() {
 
 /// A place that was chosen for an alignment is not given to a request that asked for none.
 #[test]
-fn blocks_with_wishes_do_not_go_in_a_large_cache() {
+fn blocks_with_constraints_are_not_kept_in_a_large_cache() {
     packed(|rig| {
         let (allocator, [a]) = rig.scene();
         drop(allocator.allocate(64 * MIB, &a).unwrap());
@@ -339,7 +339,7 @@ fn blocks_with_wishes_do_not_go_in_a_large_cache() {
 
 /// Every block lies where it would lie if the heap served each request.
 #[test]
-fn layouts_do_not_depend_in_large_caches() {
+fn layouts_do_not_depend_on_large_caches() {
     packed(|rig| {
         let a = rig.stream();
         let place = |by_the_heap: bool| {

@@ -151,7 +151,7 @@ fn r12_error_path_cannot_fail() {
 
 /// R14: the error says what was asked for, what there is, and where the rest is stuck.
 #[test]
-fn r14_error_has_the_whole_picture() {
+fn r14_error_reports_the_state_of_memory() {
     each(|rig| {
         const BLOCK: usize = 12 * MIB;
         let allocator = rig.limited(4 * BLOCK);

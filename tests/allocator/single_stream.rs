@@ -75,7 +75,7 @@ fn s1_6_memory_of_a_destroyed_stream_is_found() {
         let place = hole.ptr();
         hole.record_stream(&gone).unwrap();
         drop((hole, rest));
-        // It is known of the one stream that it is done, and nothing else is looked at.
+        // The only stream is known to be idle, and nothing else is queried.
         let code = sys::CUresult::CUDA_ERROR_NOT_SUPPORTED;
         sim.fail(FailPlan::call("cuEventQuery", code).unwrap().nth(2));
         allocator.trim(u64::MAX).unwrap_err();

@@ -81,8 +81,8 @@ fn every_call_may_fail() {
             }
         }
     };
-    // Page-locked memory whose free fails is gone, and keeps the context of streams and events whose
-    // destruction failed. No device memory is.
+    // Page-locked memory whose free fails is leaked, and keeps the context of streams and events whose destruction
+    // failed. No device memory is.
     Rig::each_simulated_with(test, |leaks| {
         let expected = Leaks {
             host: leaks.host,
@@ -165,7 +165,7 @@ fn settled(sim: &Simulator, alloc: &Allocator) -> (Stream, Stream, DeviceBuffer<
 /// D8: an operation that neither its buffer's home nor the host can be made to wait for is ordered by whatever
 /// comes next, or that is refused.
 #[test]
-fn d8_an_operation_that_could_not_be_ordered_is_made_up_for() {
+fn d8_an_operation_that_could_not_be_ordered_is_ordered_later() {
     Rig::each_simulated(|_, sim, alloc| {
         let third = alloc.create_stream().unwrap();
         for last in ["free", "drop", "drop in need"] {
@@ -181,7 +181,7 @@ fn d8_an_operation_that_could_not_be_ordered_is_made_up_for() {
                 buffer = *buffer.free().unwrap_err().value;
             }
             if last == "drop in need" {
-                // The allocator is told, as far as it can be.
+                // The use is reported to the allocator as far as possible.
                 refuse(sim, "cuStreamIsCapturing", 1, u64::MAX);
                 drop(buffer);
                 sim.clear_failures();
@@ -251,8 +251,8 @@ fn d8_work_of_another_threads_own_stream_outlasts_a_dropped_buffer() {
     });
 }
 
-/// A driver that refuses every wait makes a blocking copy fail; the caller's memory is out of the
-/// device's reach nevertheless, and the buffer's is not given to others under the copy.
+/// If the driver refuses every wait, a blocking copy fails; the device does not access the caller's memory
+/// nevertheless, and the buffer's memory is not reused during the copy.
 #[test]
 fn refused_waits_leave_the_callers_memory_alone() {
     Rig::each_simulated(|rig, sim, alloc| {

@@ -56,7 +56,7 @@ fn s4_23_a_copy_can_be_awaited() {
             panic!("it was woken for nothing");
         };
         assert_eq!(host.unwrap()[..], [7; 1000]);
-        // There is nothing any more to be had of it.
+        // Its result was already taken.
         let after = copy.as_mut().poll(&mut here);
         assert_matches!(after, Poll::Ready(Err(Error::Abandoned)));
         // Nothing to wait for.

@@ -239,7 +239,7 @@ fn a_free_comes_after_work_on_other_streams() {
         buffer.fill(1, &streams[1]).unwrap();
         buffer.fill(2, &streams[2]).unwrap();
         buffer.free().unwrap();
-        // At home the memory is used again at once: its stream waits for the others.
+        // On the home stream the memory is reused immediately, because that stream waits for the others.
         let next = DeviceBuffer::filled(alloc, 1 << 20, 3u8, &streams[0]).unwrap();
         assert_eq!(next.as_device_ptr(), ptr);
         let home = streams[0].id().unwrap();

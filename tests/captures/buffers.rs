@@ -1,5 +1,4 @@
-//! D4: captures that meet buffers and columns, which cost the calls that meet them, and nothing behind their
-//! ends.
+//! D4: captures that overlap operations on buffers and columns: these operations fail, and later ones do not.
 
 use cualloc::exchange::dlpack::DLManagedTensorVersioned;
 use cualloc::exchange::{DType, Dlpack, Tensor};
@@ -126,9 +125,9 @@ fn d4_a_buffer_of_a_retired_stream_dropped_in_its_capture_is_freed() {
     });
 }
 
-/// D4: what ends with a wait for a whole context does without it while a stream captures there, whose capture it would
-/// spoil: a block is freed behind that, and what cannot be put off is refused. The stream may be one of this crate's, a
-/// thread's own default stream, or another blocking stream that the allocator does not know.
+/// D4: no wait for a whole context is made while a stream captures there, because the wait would invalidate the
+/// capture: a block is freed after the capture, and operations that cannot be deferred are refused. The stream may be
+/// one of this crate's, a thread's own default stream, or another blocking stream that the allocator does not know.
 #[test]
 fn d4_freeing_memory_invalidates_no_capture_of_another_stream() {
     each(|rig| {

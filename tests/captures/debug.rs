@@ -54,7 +54,7 @@ fn debug_modes_pause_during_a_capture() {
             allocator.check().unwrap();
             drop(born);
             assert_eq!(allocator.findings(), []);
-            // The quarantine goes on where it was.
+            // The quarantine continues as before.
             drop(allocator.allocate(2 * MIB, &stream).unwrap());
             let found = only_finding(&allocator);
             assert_eq!(
@@ -144,7 +144,7 @@ fn memory_of_a_graph_is_neither_filled_nor_called_a_leak() {
         let kept = allocator.allocate(1000, &stream).unwrap();
         let freed = allocator.allocate(2 * MIB, &stream).unwrap();
         for (block, bytes) in [(&kept, 1000), (&freed, 2 * MIB)] {
-            // SAFETY: the block has so many bytes, and the graph alone uses them.
+            // SAFETY: the block has this many bytes, and only the graph uses them.
             unsafe { stream.memset(block.ptr(), 7, bytes) }.unwrap();
         }
         drop(freed);

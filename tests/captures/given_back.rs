@@ -1,4 +1,4 @@
-//! What goes back to the driver at once, what after a wait, and what a capture keeps.
+//! Which memory is released to the driver immediately, which after a wait, and which a capture keeps.
 
 use cualloc::allocator::{Scope, Trimmed};
 
@@ -80,7 +80,7 @@ fn an_emptied_cache_waits_for_the_context_where_no_marker_is() {
     });
 }
 
-/// A capture of a stream that the allocator never saw, in the mode in which unsafe calls of every thread spoil it.
+/// A capture of a stream unknown to the allocator, in the mode in which unsafe calls of any thread invalidate it.
 #[test]
 fn emptying_a_cache_invalidates_no_unknown_capture() {
     each_with_interludes(|rig, _| {

@@ -103,7 +103,7 @@ fn r38_no_wait_for_a_context_while_an_unknown_stream_captures() {
 
 /// R38: while something captures, a request that would need the context fails for want of memory.
 #[test]
-fn r38_want_of_memory_does_not_wait_for_a_capturing_context() {
+fn r38_a_shortage_of_memory_does_not_wait_for_a_capturing_context() {
     each(|rig| {
         let (kept, raw): (Stream, _) = (rig.stream(), RawStream::new(rig));
         let allocator = rig.checked_limit(20 * MIB);
@@ -198,9 +198,9 @@ fn d5_any_query_of_the_stream_revokes_the_finding() {
     });
 }
 
-/// D5: a stream that is gone can say no more that it does not capture. It is believed to for one call.
+/// D5: a destroyed stream cannot be queried to learn that its capture has ended. It is believed to for one call.
 #[test]
-fn d5_a_vanished_stream_does_not_hinder() {
+fn d5_a_destroyed_stream_blocks_no_call() {
     each_simulated(|rig, _| {
         for elsewhere in [false, true] {
             let (raw, other) = (RawStream::new(rig), RawStream::new(rig));
@@ -229,7 +229,7 @@ fn d5_a_vanished_stream_does_not_hinder() {
 /// D5: what is not live is refused for that, also where a capture is looked for and the driver does not
 /// answer.
 #[test]
-fn d5_a_second_free_is_one_also_while_captures_are_looked_for() {
+fn d5_a_second_free_is_refused_while_captures_are_queried() {
     each_simulated(|rig, sim| {
         let (raw, capturing) = (RawStream::new(rig), RawStream::new(rig));
         let allocator = rig.checked();
@@ -265,7 +265,7 @@ fn a_hit_queries_captures_without_a_locked_cache() {
 
 /// D5: a request that is short of memory uses no finding up, and a wait for the context refutes it.
 #[test]
-fn d5_want_of_memory_leaves_a_finding_alone() {
+fn d5_a_shortage_of_memory_keeps_a_finding() {
     // Classic segments go without a wait.
     only_simulated(Policy::Packed, |rig, sim| {
         let allocator = rig.limited(20 * MIB);
@@ -400,7 +400,7 @@ fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
     rig.allocator().close().unwrap();
 }
 
-/// G3: calls for other streams leave a capture alone, whoever makes them and whatever its mode.
+/// G3: calls for other streams do not affect a capture, whichever thread makes them and whatever its mode.
 #[test]
 fn g3_work_on_other_streams_leaves_a_strict_capture_alone() {
     for (mode, elsewhere) in STRICT.into_iter().flat_map(|m| [(m, false), (m, true)]) {

@@ -94,7 +94,7 @@ fn captured_marker(rig: &Rig) -> (Allocator, Stream, RawStream) {
     (allocator, other, raw)
 }
 
-/// D4: a marker that fell into a capture which came and went stands for nothing: whoever asks it goes on.
+/// D4: a marker that fell into a capture which has ended proves nothing: a call that queries it continues.
 #[test]
 fn d4_a_captured_marker_is_dropped_when_it_is_queried() {
     each_with_interludes(|rig, _| {
@@ -176,7 +176,7 @@ fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
             Ok(block) => assert!(!used.is_in(&block)),
             Err(error) => assert_matches!(error, Error::NotCached),
         }
-        // It has another marker, for whoever comes next.
+        // It gets another marker for the next request.
         assert_eq!(allocator.stats().failed_markers, 1);
         sim.deny_host_waits(false);
         assert_eq!(sim.clear_failures(), 0);
@@ -342,7 +342,7 @@ fn d4_a_capture_that_begins_at_an_exchange_of_streams_captures_no_others() {
     });
 }
 
-/// D4: work that fell into a capture has not been done, and whoever asked for it is told.
+/// D4: work that fell into a capture was not executed, and its caller gets an error.
 #[test]
 fn d4_work_that_falls_into_a_capture_is_reported() {
     each_with_interludes(|rig, _| {
@@ -359,7 +359,7 @@ fn d4_work_that_falls_into_a_capture_is_reported() {
 /// D7: a stream that leaves has no other marker than its last one. A question about it that fails, with a code
 /// that speaks of captures, does not take it away.
 #[test]
-fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
+fn d7_the_last_marker_of_a_stream_outlives_a_failed_query() {
     let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     each_simulated(|rig, sim| {
         let (allocator, [a, b]) = rig.scene();
@@ -397,7 +397,7 @@ fn d7_the_last_marker_of_a_stream_outlives_a_question_that_fails() {
 /// A capture that begins right after a query of its stream is still noticed: also where the answer
 /// came before it began and is noted after it.
 #[test]
-fn d4_a_capture_that_begins_beside_a_question_is_looked_out_for() {
+fn d4_a_capture_that_begins_during_a_query_is_watched() {
     for late in [false, true] {
         only_simulated(Policy::Packed, |rig, sim| {
             let (allocator, waits) = (rig.allocator(), rig.allocator());

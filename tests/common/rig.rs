@@ -268,7 +268,7 @@ impl Rig {
         self.allocator_with(Config::new().limit(Some(bytes as u64)))
     }
 
-    /// An allocator that is [closed](Self::close) at the end of its scope, when the blocks of the test are gone.
+    /// An allocator that is [closed](Self::close) at the end of its scope, when the blocks of the test were dropped.
     pub fn checked(&self) -> Checked<'_> {
         self.checked_with(Config::new())
     }
@@ -538,7 +538,7 @@ pub struct Hold<'a> {
 }
 
 impl Hold<'_> {
-    /// Lets the stream go on.
+    /// Lets the stream continue.
     pub fn release(mut self) {
         self.let_go();
     }

@@ -25,7 +25,7 @@ fn an_owner_stays_as_long_as_the_last_clone() {
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS);
     }
     let (owner, other) = (Arc::new(()), Arc::new(()));
-    // SAFETY: the stream is destroyed when its owner is gone.
+    // SAFETY: the stream is destroyed when its owner is dropped.
     let stream = unsafe { Stream::from_raw_with_owner(&context, raw, owner.clone()) }.unwrap();
     let allocator = Allocator::with_config(&context, Config::new()).unwrap();
     drop(allocator.allocate(1 << 20, &stream).unwrap());

@@ -157,8 +157,8 @@ fn kernels_and_captures(context: &Context) {
     let (mut value, mut ran) = (42_i32, 0_u32);
     let data = ptr::from_mut(&mut ran).cast();
     let mut parameters = [ptr::from_mut(&mut value).cast()];
-    // SAFETY: the fake driver reads the first parameter, calls the function at once, and never
-    // looks behind a handle.
+    // SAFETY: the fake driver reads the first parameter, calls the function immediately, and never dereferences a
+    // handle.
     unsafe {
         entered
             .launch(

@@ -41,7 +41,7 @@ pub struct Crossing<'a> {
 }
 
 impl<'a> Crossing<'a> {
-    /// So many threads with so many streams each, adopted by the allocator. Work is complete some rows later.
+    /// A number of threads with a number of streams each, adopted by the allocator. Work is complete some rows later.
     pub fn new(
         simulator: &'a Simulator,
         allocator: &'a Allocator,
@@ -92,8 +92,8 @@ impl<'a> Crossing<'a> {
         })
     }
 
-    /// So many rows: an allocation, work with it on its stream and on another one, and the frees that keep the
-    /// sum of all blocks where it is. How many calls of the allocator that were.
+    /// Runs a number of rows: an allocation, work with it on its stream and on another one, and the frees that keep the
+    /// sum of all blocks constant. How many calls of the allocator that were.
     pub fn run(&mut self, rows: usize) -> Result<usize, Failure> {
         let mut operations = 0;
         for row in 0..rows {

@@ -154,7 +154,7 @@ pub unsafe extern "C" fn capsule_stream(session: *const Session) -> u64 {
 /// A column of `rows` numbers.
 ///
 /// # Safety
-/// `session` is open, `values` points to so many numbers.
+/// `session` is open, and `values` points to `rows` numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn capsule_column(
     session: *const Session,

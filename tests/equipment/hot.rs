@@ -155,7 +155,7 @@ fn pair<S: Source>(simulator: &Simulator, source: &S, count: usize) -> Result<()
     Ok(())
 }
 
-/// So many graphs of a pool, which are kept.
+/// A number of graphs of a pool, which are kept.
 fn earlier(
     allocator: &Allocator,
     pool: &GraphPool,
@@ -166,8 +166,8 @@ fn earlier(
     captured.collect()
 }
 
-/// Pairs in a capture, out of a graph pool in which so many blocks are live and so many graphs were captured before, each
-/// with a node between.
+/// Pairs in a capture, from a graph pool with a number of live blocks and of earlier graphs; each pair has a node
+/// between.
 fn captured(
     simulator: &Simulator,
     allocator: &Allocator,
@@ -194,7 +194,7 @@ fn captured(
     std::process::exit(0)
 }
 
-/// Whole captures in one pool, of one pair each, after so many of which the graphs are kept.
+/// Whole captures in one pool, of one pair each, after a number of captures whose graphs are kept.
 fn captures(
     simulator: &Simulator,
     allocator: &Allocator,
@@ -213,7 +213,7 @@ fn captures(
     std::process::exit(0)
 }
 
-/// A graph of so many pairs with a node between, whose first block stays until the end.
+/// A graph of a number of pairs with a node between, whose first block stays until the end.
 fn capture(
     allocator: &Allocator,
     pool: &GraphPool,
@@ -286,7 +286,7 @@ fn settle(simulator: &Simulator) {
     simulator.complete_all();
 }
 
-/// A made-up program on one stream, so many times: also says how many rows that were.
+/// Replays a generated program on one stream a number of times; also returns the number of rows.
 fn replay(allocator: &Allocator, stream: &Stream, times: usize) -> Result<(), Failure> {
     let mut program = Program::new(Kind::Random, 1);
     program.rows = Some(REPLAYED_ROWS);

@@ -73,7 +73,7 @@ fn s5_49_dlpack_export_through_c() {
     });
 }
 
-/// S5.49: deleters run from many threads at once, each once, and after the allocator's handle is gone.
+/// S5.49: deleters run concurrently on many threads, each once, and after the allocator's handle was dropped.
 #[test]
 fn s5_49_deleters_from_many_threads() {
     let Some(other) = other() else { return };
@@ -461,7 +461,7 @@ fn s5_65_s0_4_last_release_waits_for_an_untracked_consumer() {
             let syncs = rig.calls("cuCtxSynchronize");
             drop(tensor);
             assert_eq!(rig.calls("cuCtxSynchronize"), syncs);
-            // Also with the export gone its uses may go on.
+            // Uses may continue after the export was dropped.
             let column = *column.into_buffer::<u32>().expect_err("was lent").value;
             drop(column);
             assert_eq!(rig.calls("cuCtxSynchronize"), syncs + 1);

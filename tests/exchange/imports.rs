@@ -182,7 +182,7 @@ fn d4_memory_lent_to_a_destroyed_context_is_returned() {
         drop(allocator.allocate(4096, &home).unwrap());
         let live = allocator.stats().all.allocations.current;
         assert_eq!(live, 0, "returned {returned}, owned {owned}");
-        // An invalid handle does not say that the context is gone.
+        // An invalid handle does not prove that the context was destroyed.
         let waited = allocator.synchronize();
         assert_matches!(waited, Ok(()) | Err(Error::Driver(_)));
     }

@@ -405,8 +405,8 @@ fn s5_50_pinned_memory_is_of_no_device() {
     }
 }
 
-/// S5.50: page-locked memory of a pool goes back to it with the work of those who had it, and does not go out while
-/// other work may use it, nor after its pool has begun anew.
+/// S5.50: page-locked memory of a pool returns to it with the work of its users, and is not exported while other work
+/// may use it, nor after its pool has begun a new generation.
 #[test]
 fn s5_50_pinned_memory_of_a_pool() {
     each(|rig| {

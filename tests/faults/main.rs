@@ -208,7 +208,7 @@ fn r2_every_executed_and_failing_call_corrupts_nothing() {
 
 /// R2: as above.
 #[test]
-fn r2_two_calls_that_are_executed_and_fail_spoil_nothing() {
+fn r2_two_calls_that_are_executed_and_fail_corrupt_nothing() {
     sweep_usual(2, true);
 }
 

@@ -7,14 +7,14 @@ fn present(stream: &Stream) -> Vec<Dependency> {
     stream.capture_info().unwrap().unwrap().dependencies
 }
 
-/// The stream goes on behind these nodes.
+/// The stream continues behind these nodes.
 fn set(rig: &Rig, stream: &Stream, on: &[Dependency]) {
     // SAFETY: the nodes are of the stream's capture, which this thread alone uses.
     unsafe { rig.driver.set_capture_dependencies(stream.raw(), on, false) }.unwrap();
 }
 
-/// Captures what is given to streams, which begins on the first of them; the graph runs sixteen times, and the
-/// simulator says where two uses of memory meet. The work says whether it was given what it had freed before.
+/// Captures the work of streams, beginning on the first of them; the graph runs sixteen times, and the simulator
+/// reports where two uses of memory race. The work says whether it was given what it had freed before.
 fn captured<const N: usize>(given: bool, work: impl Fn(&Rig, &Allocator, &[Stream; N]) -> bool) {
     packed(|rig| {
         let allocator = rig.allocator();

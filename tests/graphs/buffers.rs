@@ -123,7 +123,7 @@ fn copies_with_the_host_are_captured_only_by_the_unsafe_forms() {
 }
 
 #[test]
-fn a_capture_without_memory_for_a_buffer_goes_on() {
+fn a_capture_without_memory_for_a_buffer_continues() {
     pooled(|rig, _, _, [stream, other]| {
         let allocator = rig.limited(8 * MIB);
         let pool = allocator.graph_pool().unwrap();

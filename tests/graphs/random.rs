@@ -14,7 +14,7 @@ const USUAL: usize = 100_000;
 /// The first seed that counts on, for a long run in parts; 1 if none is named.
 const FIRST: &str = "CUALLOC_GRAPH_SEED";
 
-/// Operations of one program, after which it is begun anew with another seed.
+/// Number of operations of one program; the next one has another seed.
 const PROGRAM: usize = 2_000;
 
 /// Seeds that once found something, beside the counted ones.
@@ -135,7 +135,7 @@ impl<'a> Program<'a> {
             Err(error) => assert!(fails, "{error}"),
         }
         drop(scope);
-        // Outputs: what some later launch may write anew.
+        // Outputs, which a later launch may overwrite.
         for (block, stream, _) in own {
             match self.random.0.is_multiple_of(3) {
                 true => self.live.push((block, stream)),
@@ -467,7 +467,7 @@ fn program(seed: u64, launches: bool) -> Seen {
 }
 
 #[test]
-fn no_two_uses_of_memory_meet_in_random_captures() {
+fn no_two_uses_of_memory_overlap_in_random_captures() {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
     let wanted = number(OPERATIONS).map_or(USUAL, |wanted| wanted as usize);
     let (mut all, mut last) = (Seen::default(), 0);

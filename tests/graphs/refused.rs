@@ -39,7 +39,8 @@ fn a_capture_that_failed_leaves_its_memory() {
     });
 }
 
-/// G8: every driver call inside requests fails in turn, executed or not; the capture goes on, and ends well.
+/// G8: every driver call inside requests fails in turn, executed or not; the capture continues, and ends without an
+/// error.
 #[test]
 fn a_request_that_fails_spoils_no_capture_and_changes_nothing() {
     packed(|rig| {

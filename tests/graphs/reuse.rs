@@ -6,7 +6,7 @@ use super::support::*;
 #[test]
 fn a_chain_of_layers_holds_the_blocks_that_are_live_together() {
     pooled(|rig, allocator, pool, [stream]| {
-        // Each layer reads the one before it, so two live at once; sizes that do not fit into each other.
+        // Each layer reads the one before it, so two are live at the same time; no size fits into another one.
         let sizes: Vec<usize> = (0..40)
             .map(|layer| (40 + 7 * (layer % 5)) * MIB + 512)
             .collect();

@@ -65,8 +65,8 @@ fn each_scope_routes_its_requests_to_its_pool() {
     });
 }
 
-/// A predicate that allocates would be asked about its own request: that is an error, and the request which it is asked
-/// about goes on.
+/// A predicate that allocates would be called for its own request: that is an error, and the request that it was called
+/// for continues.
 #[test]
 fn an_allocation_in_a_predicate_is_an_error() {
     packed(|rig| {
@@ -181,7 +181,7 @@ fn eager(allocator: &Allocator, streams: &[Stream; 8]) -> (Vec<(usize, u64)>, u6
         }
     }
     let peak = allocator.stats().all.reserved.peak;
-    // More than there is: all that is free is given back, to no avail, and it goes on.
+    // More than the device has: all free memory is released, which does not suffice, and the capture continues.
     let error = allocator.allocate(1024 * GIB, &streams[0]).unwrap_err();
     assert!(error.is_out_of_memory(), "{error:?}");
     drop(allocator.allocate(40 * MIB, &streams[1]).unwrap());

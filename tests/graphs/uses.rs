@@ -26,7 +26,7 @@ fn work_outside_gets_no_memory_that_a_launch_would_write() {
         run(&graph, &stream);
         let word = 4 * MIB as u32;
         assert_eq!(rig.mismatches(beside.ptr(), 4 * MIB, word, &stream), 0);
-        // It is no graph's, so it is used again at once, and captures may have it.
+        // No graph uses it, so it is reused immediately, and captures may get it.
         let own = beside.ptr();
         drop(beside);
         assert_eq!(used(rig, &allocator, 4 * MIB, &stream).ptr(), own);
@@ -393,8 +393,8 @@ fn a_use_that_is_recorded_meanwhile_counts() {
     });
 }
 
-/// A raw stream that used blocks of a pool is destroyed without a word, and they are freed afterwards: it is not
-/// queried, and the memory waits until everything was waited for.
+/// A raw stream that used blocks of a pool is destroyed without retirement, and they are freed afterwards: it is not
+/// queried, and the memory stays pending until a wait for everything.
 #[test]
 fn blocks_are_freed_after_their_stream_was_destroyed() {
     packed(|rig| {
@@ -452,8 +452,8 @@ fn a_block_of_an_unretired_stream_that_its_capture_frees_is_a_graphs() {
     });
 }
 
-/// What is freed while its stream captures is everybody's again as soon as that capture's graph is gone, whichever
-/// other graphs of the pool live.
+/// Memory that is freed while its stream captures is available to all requests as soon as that capture's graph is
+/// destroyed, whichever other graphs of the pool exist.
 #[test]
 fn memory_freed_in_captures_is_available_when_their_graphs_end() {
     pooled(|rig, allocator, pool, [stream]| {

@@ -14,7 +14,7 @@ use super::world::{Done, Held, Kind, Lane, Who, World};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Another thread of the program, that does what it is told and nothing else.
+/// Another thread of the program, which only executes the calls that are sent to it.
 pub struct Helper {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -152,9 +152,8 @@ impl World {
         }
     }
 
-    /// No call spoilt a capture, except unavoidable ones: a query or wait that was on its
-    /// way when the capture began, and a wait for the context while a stream captures of which the allocator
-    /// knows no more than its handle.
+    /// No call invalidated a capture, except unavoidable ones: a query or wait that was in progress when the capture
+    /// began, and a wait for the context during a capture of a stream that the allocator knows only by its handle.
     pub fn spares_captures(&mut self) -> Done {
         self.notice_begun();
         let fresh = std::mem::take(&mut self.fresh);

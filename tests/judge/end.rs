@@ -1,4 +1,4 @@
-//! The end of a program: what was made to fail does so no more, so everything must heal.
+//! The end of a program: injected failures end, so the allocator must recover completely.
 
 use cualloc::Error;
 use cualloc::driver::sys::*;

@@ -30,7 +30,7 @@ pub enum Layered {
 }
 
 impl Layered {
-    /// Whether the program may use it on its own stream without a word to anybody.
+    /// Whether the program may use it on its own stream without recording the use.
     pub fn free_for_all(&self) -> bool {
         matches!(
             self,

@@ -77,7 +77,7 @@ pub struct Setup {
     pub fault: Option<Fault>,
     /// Largest requests, in bytes.
     pub largest: u64,
-    /// Requests are large for the limit, blocks are used at once, and alignments are wide.
+    /// Requests are large for the limit, blocks are used immediately, and alignments are wide.
     pub tight: bool,
     pub frees_may_wait: bool,
     /// Streams that the allocator may keep are named by their handles, too.

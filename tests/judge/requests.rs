@@ -229,7 +229,7 @@ impl World {
         }
     }
 
-    /// What the judge of waits is told of a request.
+    /// The description of a request for the judge of waits.
     fn judged(&self, slot: usize, bytes: usize, alignment: usize) -> tracker::Request {
         const GRANULE: u64 = 2 << 20;
         let Slot {
@@ -261,7 +261,7 @@ impl World {
         };
     }
 
-    /// The judge is told of a block.
+    /// Reports a block to the judge.
     pub fn handed_out(&mut self, slot: usize, lane: usize, at: (u64, u64), kind: Kind) -> Done {
         let number = self.number(slot, lane);
         let (ptr, bytes) = at;

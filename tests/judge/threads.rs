@@ -215,8 +215,8 @@ impl Scene<'_> {
         }
     }
 
-    /// Closes the allocator, which must refuse that as long as anybody has a block, and may as long as a trim
-    /// has memory in hand; the close at the end of the program must find that gone.
+    /// Closes the allocator, which must refuse that while a block is live, and may refuse it while a trim is releasing
+    /// memory; the close at the end of the program must find that memory released.
     fn close(&self) -> Done {
         let (answer, beside_a_trim) = self.trims.beside(|| self.allocator.close());
         match answer {

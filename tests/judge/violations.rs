@@ -269,7 +269,8 @@ fn a_capture_that_failed_uses_nothing() {
 
 // ---- leases -------------------------------------------------------------------------------------
 
-/// What is left of a graph with its executable, after so many steps: both, the executable, its launch under way, nothing.
+/// What is left of a graph with its executable after a number of steps: both, the executable, its launch in progress,
+/// nothing.
 fn left(steps: usize) -> Log {
     let mut log = Log::new();
     log.graph();

@@ -308,7 +308,7 @@ impl World {
         })
     }
 
-    /// Lets what a stream is given next come after what another was given.
+    /// Orders later work of a stream after the work of another one.
     pub fn order(&self, from: usize, to: usize) -> bool {
         if from == to {
             return true;

@@ -203,8 +203,8 @@ fn a_failing_trial_leaves_nothing_behind() {
                             }
                             Err(error) => assert!(error.driver_error().is_some(), "{error:?}"),
                         }
-                        // What is not given back is logged, and is not tried twice. A stream that was not even
-                        // asked for its end has gone by now, with a later call.
+                        // What is not given back is logged, and is not tried twice. A stream whose destruction was not
+                        // even attempted has been destroyed by a later call.
                         let lines = taken();
                         let logged = |call: &str| lines.iter().any(|line| line.contains(call));
                         if times == 1 {
@@ -254,7 +254,7 @@ fn memory_that_a_trial_cannot_release_is_reported() {
             assert_eq!(lines.len(), 2 + released, "{lines:?}");
             assert!(lines.iter().all(|line| line.contains(call)), "{lines:?}");
             let leaks = sim.leaks();
-            // The rig has no stream of its own yet, and that of the trial is gone.
+            // The rig has no stream of its own yet, and that of the trial was destroyed.
             assert_eq!(leaks.streams, 0);
             assert!(
                 leaks.bytes <= 2 << 20 && leaks.reservations <= 1,

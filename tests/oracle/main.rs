@@ -32,8 +32,8 @@ const LENGTH: usize = 2000;
 /// Operations in all, unless the environment asks for more.
 const OPERATIONS: u64 = 2_400_000;
 const CHECK_EVERY: usize = 50;
-/// From so many steps on, what random programs are to contain is asked for. Most of them have no fault at
-/// all, so that a few may well lack one.
+/// The number of steps from which on random programs are required to contain certain events. Most of them have no fault
+/// at all, so that a few may well lack one.
 const TELLING: u64 = 100_000;
 
 fn setting(name: &str, default: u64) -> u64 {
@@ -46,7 +46,7 @@ fn setting(name: &str, default: u64) -> u64 {
 /// Makes the program of a seed.
 type Generator = fn(u64, Policy, usize) -> (Setup, Vec<Step>);
 
-/// Programs share nothing, so a long run is spread over so many threads.
+/// Programs share nothing, so a long run is spread over this many threads.
 fn workers(total: u64) -> u64 {
     if total < 5_000_000 {
         return 1;

@@ -52,7 +52,7 @@ pub enum Act {
     Look,
     /// Takes a block of another allocator on the same device, or gives one back.
     Other,
-    /// Closes the allocator, and goes on with a new one.
+    /// Closes the allocator, and continues with a new one.
     Reopen,
     Reserve,
     Mark,

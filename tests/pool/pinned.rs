@@ -331,7 +331,7 @@ fn s4_23_foreign_copies_are_recorded() {
         hold.release();
         stream.synchronize().unwrap();
         assert_eq!((in_flight(pool), pool.usage().cached_blocks), (0, 2));
-        // Steady use makes no more events.
+        // Steady use creates no further events.
         let events = rig.calls("cuEventCreate");
         for _ in 0..10 {
             let mut buffer = bytes(pool, 1000).unwrap();
@@ -356,7 +356,7 @@ fn r62_an_oversize_buffer_costs_its_requested_bytes() {
 
 /// R2: a question after a copy that is refused says nothing about the copy, and is asked again.
 #[test]
-fn r2_a_refused_question_loses_no_buffer() {
+fn r2_a_refused_query_loses_no_buffer() {
     with_pool(SMALL, |rig, pool| {
         let Some(sim) = rig.sim() else { return };
         let (mut target, stream) = (on_device(rig), rig.stream());

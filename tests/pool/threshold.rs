@@ -124,7 +124,7 @@ fn s3_5_s3_6_threshold_and_trim_bound_cached_bytes() {
         let done = pool.trim((96 * MIB) as u64).unwrap();
         assert!(done.released > 0);
         assert!(usage(&pool).cached_bytes() <= (96 * MIB) as u64);
-        // Lowering the threshold trims at once.
+        // Lowering the threshold trims immediately.
         pool.set_release_threshold(Some((32 * MIB) as u64)).unwrap();
         assert!(usage(&pool).cached_bytes() <= (32 * MIB) as u64);
         // And from then on it is honoured.

@@ -361,7 +361,7 @@ unsafe extern "C" fn slow_release(handle: u64) -> sys::CUresult {
     let mut phase = GATE.0.lock().unwrap_or_else(PoisonError::into_inner);
     if *phase == 0 && GUARDED.load(Ordering::Acquire) {
         *phase = 1;
-        // Whoever is held up by the release cannot open the gate: the wait ends nevertheless.
+        // A thread that the release blocks cannot open the gate; the wait ends nevertheless.
         let end = Instant::now() + Duration::from_secs(20);
         while *phase < 2 && Instant::now() < end {
             let waited = GATE.1.wait_timeout(phase, Duration::from_secs(20));
@@ -471,9 +471,9 @@ fn s2_19_the_cap_is_honoured() {
     });
 }
 
-/// S2.19: whoever is out of memory gets what the pool only keeps.
+/// S2.19: a request that runs out of memory gets memory that the pool only caches.
 #[test]
-fn s2_19_want_elsewhere_drains_the_cache() {
+fn s2_19_a_shortage_elsewhere_drains_the_cache() {
     if crate::common::on_cuda() {
         eprintln!("SKIPPED on cuda: needs a small device");
         return;

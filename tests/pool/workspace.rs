@@ -116,7 +116,7 @@ fn s4_12_a_queued_kernel_keeps_its_slab() {
             let other = pool.lease(&b, 3 * MIB).unwrap();
             fill(&rig.context, other.as_device_ptr(), 3 * MIB, &b);
             assert_ne!(other.as_device_ptr(), address);
-            // On its own stream it is there at once, behind the kernel.
+            // On its own stream it is available immediately, behind the kernel.
             let same = pool.lease(&a, 3 * MIB).unwrap();
             assert_eq!(same.as_device_ptr(), address);
             fill(&rig.context, address, 3 * MIB, &a);

@@ -1,5 +1,5 @@
-//! The first capture of a process: until then captures are not watched. So this test is alone in its
-//! program, and the other one runs it anew for itself.
+//! The first capture of a process: until then captures are not watched. So this test is alone in its program, and the
+//! other test runs it in a new process.
 
 use std::cell::Cell;
 
@@ -105,9 +105,8 @@ fn the_watch_for_captures_ends_with_them() {
     });
 }
 
-/// D4: the process' first capture begins between two questions about its stream: it is spoilt, as the
-/// documents say, but the other stream's request goes on, and so does everything later. In a process of
-/// its own.
+/// D4: the first capture of the process begins between two queries of its stream: it is invalidated, as documented, but
+/// the request of the other stream and all later calls succeed. In a process of its own.
 #[test]
 fn d4_a_capture_invalidated_by_a_query_affects_no_other() {
     alone(|| {

@@ -87,7 +87,7 @@ fn a_failed_commit_changes_nothing() {
 }
 
 #[test]
-fn a_mapping_that_stays_is_taken_away_later() {
+fn a_mapping_that_could_not_be_removed_is_removed_later() {
     only_simulated(Policy::Packed, |rig, sim| {
         let (allocator, [stream]) = rig.scene();
         let range = allocator.reserve_range(8 * GRANULE, options()).unwrap();

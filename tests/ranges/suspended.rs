@@ -54,7 +54,7 @@ fn committed_memory_keeps_its_addresses_and_its_contents() {
 }
 
 #[test]
-fn a_range_sleeps_with_its_allocator_and_tells_its_segments() {
+fn a_range_is_suspended_with_its_allocator_and_reports_its_segments() {
     packed(|rig| {
         let (allocator, [stream]) = rig.scene();
         let range = allocator.reserve_range(16 * GRANULE, options()).unwrap();

@@ -221,7 +221,7 @@ fn work_that_is_pending() {
     let allocator = rig.limited(6 * MIB);
     let (raw, other, capturing) = (RawStream::new(&rig), rig.stream(), rig.stream());
     leave_work(&allocator, &raw);
-    // Known, so that it is asked before anybody waits for the whole context.
+    // The stream is known, so it is queried before a wait for the whole context.
     drop(allocator.allocate(512, &capturing).unwrap());
     captured(&rig, capturing.raw(), || {
         let picture = refused(&allocator, 4 * MIB, &other);

@@ -346,7 +346,7 @@ fn another_pickle_is_not_an_empty_snapshot() {
         ),
     ];
     for (value, found) in others {
-        let expected = format!("not a memory snapshot, but {found}");
+        let expected = format!("expected a memory snapshot, found {found}");
         for bytes in [
             value.to_string().into_bytes(),
             pickled(&value, 2, Width::Short),

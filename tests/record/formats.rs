@@ -541,7 +541,7 @@ fn a_long_context_costs_a_pickle_little_for_each_event() {
     let (few, _) = one(10);
     let (many, json) = one(1000);
     before.enter();
-    // Both events of a pair, with a stack of a dozen frames, in JSON each anew.
+    // Both events of a pair have a stack of a dozen frames, which JSON repeats for each.
     let each = (many.len() - few.len()) / 2000;
     assert!(each <= 130, "{each} bytes an event");
     // The innermost frames are kept, as far as 256 bytes go.

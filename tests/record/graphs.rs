@@ -70,7 +70,7 @@ fn memory_of_graph_pools_is_recorded_from_its_first_byte_to_its_last() {
     );
     let own = Some(allocator.id() as u16);
     assert_eq!(recording.to_trace("pools", own).unwrap().rows().len(), 5);
-    // A request that finds no memory in the pool is told, too.
+    // A request that finds no memory in the pool is recorded, too.
     let scope = pool.enter(Scope::Thread).unwrap();
     assert!(allocator.allocate(1 << 37, &stream).is_err());
     drop((scope, before));

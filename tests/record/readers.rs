@@ -65,7 +65,7 @@ fn use_up(recording: &Recording) {
 }
 
 #[test]
-fn spoilt_recordings_are_refused_or_make_sense() {
+fn damaged_recordings_are_refused_or_consistent() {
     let _alone = alone();
     let good = good();
     use_up(&Recording::read(&good).unwrap());
@@ -136,7 +136,7 @@ fn every_stream_of_a_recording_appears_in_its_trace() {
 }
 
 #[test]
-fn spoilt_snapshots_are_refused_or_make_sense() {
+fn damaged_snapshots_are_refused_or_consistent() {
     let _alone = alone();
     let good = Snapshot::of(&Recording::read(&good()).unwrap());
     let (pickle, json) = (good.to_pickle(), good.to_json());
@@ -167,7 +167,7 @@ fn hostile_pickles_take_no_more_than_their_bytes() {
     let refused = Snapshot::read(&bytes).unwrap_err().to_string();
     assert_eq!(
         refused,
-        "not a memory snapshot, but a list of lists, as memory timelines of torch.profiler are"
+        "expected a memory snapshot, found a list of lists, as memory timelines of torch.profiler are"
     );
     let deep = [vec![0x80, 2, b']'], vec![0x85; 100], vec![b'.']].concat();
     assert!(
@@ -203,7 +203,7 @@ fn a_pickle_that_shares_its_values_is_refused() {
     const TIMES: usize = 1000;
     let text = |text: &str| [&[b'X', text.len() as u8, 0, 0, 0], text.as_bytes()].concat();
     let number = |number: u8| vec![b'K', number];
-    // A list of one value so many times, by the memo's place.
+    // A list that contains one value a number of times, by its memo index.
     let list = |value: Vec<u8>, place: u8| {
         let again = [b'h', place].repeat(TIMES - 1);
         [&b"]("[..], &value, &[b'q', place], &again, b"e"].concat()
@@ -260,7 +260,7 @@ fn a_stack_of_many_long_frames_is_a_short_name() {
 }
 
 #[test]
-fn spoilt_traces_and_settings_are_refused_or_make_sense() {
+fn damaged_traces_and_settings_are_refused_or_consistent() {
     let trace = "op,id,bytes,stream\na,0,512,0\na,1,18446744073709551615,3\nf,0,0,0\nc,0,0,0\n";
     let settings = "policy=packed,limit=90%,tune.views=on,tune.handle=8MiB,captures=never,decay=10s,keep=20%,\
                     debug=guard+quarantine:64MiB+poison+leaks,tune.nvtx=off";

@@ -21,7 +21,7 @@ use cualloc::{Error, Policy, Request, Tag};
 
 const T: Tag = Tag::new("test");
 
-/// Not fatal, so that the driver goes on.
+/// Not fatal, so the driver remains usable.
 const REFUSAL: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 
 fn refusal(call: &str) -> FailPlan {

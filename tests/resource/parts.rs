@@ -201,7 +201,7 @@ fn threads(rig: &Rig, resource: &dyn MemoryResource) {
     assert_eq!(held(&resource), (0, 0));
 }
 
-/// Memory runs out as an error with data, nothing is lost, and it goes on afterwards.
+/// When memory runs out, the error has the figures, nothing is lost, and later requests succeed.
 fn out_of_memory(rig: &Rig, resource: &dyn MemoryResource) {
     let stream = rig.stream();
     let most = 64 * MIB;

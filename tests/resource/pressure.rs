@@ -86,7 +86,7 @@ fn advance_until(clock: &Clock, done: impl Fn() -> bool) {
     }
 }
 
-/// S1.35, S1.54: pauses by its clock and threshold, without a device; a stop lets all go.
+/// S1.35, S1.54: the watchdog pauses by its clock and threshold, without a device; stopping it releases all waiters.
 #[test]
 fn s1_35_s1_54_watchdog_pauses_and_stops() {
     let clock = Clock::manual();
@@ -124,7 +124,7 @@ fn s1_35_s1_54_watchdog_pauses_and_stops() {
     for waits in before..before + 4 {
         clock.await_waiter(waits);
     }
-    // The clock stands still from here on: the stop alone lets them go.
+    // The clock does not advance from here on: only the stop releases them.
     watchdog.stop();
     for _ in 0..4 {
         let limit = Duration::from_secs(30);

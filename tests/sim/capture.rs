@@ -52,7 +52,7 @@ fn captured_work_is_not_executed() {
 /// The effect of a call while a stream captures.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Rule {
-    /// Nothing: it is allowed to everybody, always.
+    /// Nothing: the call is always allowed.
     Allowed,
     /// It is refused to threads that are not relaxed, by captures that are not.
     Unsafe,

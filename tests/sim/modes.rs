@@ -1,4 +1,4 @@
-//! When work completes: at once, by rows, or as the test says; and what waiting for it does.
+//! When work completes: immediately, by rows, or when the test completes it; and what a wait for it does.
 
 use crate::support::*;
 use cualloc::driver::sys::CUresult;
@@ -130,8 +130,7 @@ fn free_waits_for_running_work_if_configured_and_unmap_does_not() {
     bench.silent();
 }
 
-/// Memory goes back without a word about other work: that is still under way, and unordered before what
-/// is submitted next.
+/// Freeing memory proves nothing about other work: that is still in progress, and unordered with work submitted next.
 #[test]
 fn s1_frees_wait_for_nothing_and_order_nothing() {
     let bench = bench();

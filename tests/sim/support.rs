@@ -38,7 +38,7 @@ pub fn with(config: SimConfig) -> Bench {
     };
     ok!(bench, cuCtxSetCurrent(bench.context.raw()));
     ok!(bench, cuModuleLoadData(&mut module, c"".as_ptr().cast()));
-    // The image is not looked at; the pointer only has to be there.
+    // The image is not read; the pointer only must not be null.
     Bench { module, ..bench }
 }
 

@@ -6,7 +6,7 @@ use cualloc::sim::{Leaks, Report, SimConfig};
 
 const INVALID: CUresult = CUresult::CUDA_ERROR_INVALID_VALUE;
 
-/// Work that may not do what it does is reported, and the test goes on.
+/// Work without the necessary access is reported, and the test continues.
 fn reporting(devices: usize) -> Bench {
     with(SimConfig {
         sticky_errors: false,
@@ -189,8 +189,8 @@ fn an_exported_descriptor_imports_the_same_memory() {
     assert_eq!(bench.sim.memory_in_use(0), GRANULE as u64);
 }
 
-/// Access belongs to the mapping, for each device apart, and is gone with it: who maps anew has to give it to
-/// all of them again.
+/// Access belongs to the mapping, separately for each device, and ends with it: after a new mapping it must be granted
+/// to all of them again.
 #[test]
 fn each_mapping_has_the_access_of_each_device() {
     let mut config = SimConfig::with_devices(2, 1 << 30);
@@ -228,7 +228,7 @@ fn each_mapping_has_the_access_of_each_device() {
     reported!(bench, Report::Unauthorised { device: 1, .. });
     bench.sync();
 
-    // The same addresses, mapped anew, with the access of one device forgotten.
+    // The same addresses, mapped again, without access for one device.
     ok!(bench, cuMemUnmap(home, GRANULE));
     assert_eq!(bench.map(home, GRANULE, handle), OK);
     assert_eq!(rights(home), [0, 0]);

@@ -31,8 +31,8 @@ fn world(rig: &Rig) -> (World<'_>, GraphPool, Block) {
     (world, pool, block)
 }
 
-/// Fails a call in suspensions and their ends, later and later, so many times in a row, executed or not; how many of
-/// both failed.
+/// Fails a call in suspensions and resumes, a later one each time, a number of times in a row, executed or not; returns
+/// how many of both failed.
 fn fail_in_turn(call: &str, times: u64, executed: bool) -> (u32, u32) {
     let failed = std::cell::Cell::new((0, 0));
     packed(|rig| {
@@ -157,7 +157,7 @@ fn a_copy_with_unknown_end_is_waited_for() {
             let plan = FailPlan::call(call, CUresult::CUDA_ERROR_OUT_OF_MEMORY).unwrap();
             sim.fail(plan.times(times));
         }
-        // It is tried again at once, or by the caller.
+        // It is retried immediately, or by the caller.
         if world.allocator.resume(Select::Allocator).is_err() {
             resume(&world.allocator);
         }
@@ -195,7 +195,7 @@ fn a_copy_to_the_host_with_unknown_end_is_waited_for() {
     });
 }
 
-/// A failed wait for a copy back is no reason to wait for the context, which would spoil a capture.
+/// A failed wait for a copy back does not cause a wait for the context, which would invalidate a capture.
 #[test]
 fn a_failed_wait_for_a_copy_spoils_no_capture() {
     packed(|rig| {

@@ -120,7 +120,7 @@ fn peers_have_access_again() {
     });
 }
 
-/// N2: what grows, is stitched, goes and comes again is read by kernels of the peer at once.
+/// N2: kernels of the peer can read memory immediately after growth, a stitch, a suspension or a resume.
 #[test]
 fn a_peer_reads_the_last_mapping() {
     with_peer(|rig, peer| read_by_peer(rig, peer, Config::new().peers([1])));

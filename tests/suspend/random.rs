@@ -368,7 +368,7 @@ impl Program<'_> {
     }
 }
 
-/// The driver tells the end of graphs that are gone a little later.
+/// The driver reports the end of destroyed graphs with a short delay.
 fn await_graphs(pool: &GraphPool) {
     wait_until("the graphs are gone", || {
         pool.footprint().unwrap().leases == 0
@@ -457,7 +457,7 @@ fn program(seed: u64, seen: &mut Seen) {
 }
 
 #[test]
-fn memory_is_there_or_away_in_random_programs() {
+fn random_programs_suspend_and_resume_memory() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
     let (first, count) = (
         number(FIRST).unwrap_or(1),

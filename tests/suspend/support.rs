@@ -50,7 +50,7 @@ impl<'a> World<'a> {
         World::of(rig, config, 6)
     }
 
-    /// With so many large blocks of 5 MiB, and as many small ones.
+    /// With a number of large blocks of 5 MiB, and as many small ones.
     pub fn of(rig: &'a Rig, config: Config, rounds: usize) -> World<'a> {
         let limit = (rounds * 10 + 4) * MIB;
         let (allocator, [stream]) = rig.scene_with(config.limit(Some(limit as u64)));

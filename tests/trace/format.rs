@@ -179,7 +179,7 @@ fn a_byte_order_mark_is_skipped_and_invalid_numbers_are_reported() {
         assert_eq!(
             error.to_string(),
             format!(
-                "line 2: `bytes` must be a whole number from 0 to 18446744073709551615, not `{number}`"
+                "line 2: `bytes`: expected a whole number from 0 to 18446744073709551615, found `{number}`"
             )
         );
     }

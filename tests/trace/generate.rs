@@ -34,7 +34,7 @@ fn fingerprint(trace: &Trace) -> u64 {
         })
 }
 
-/// The most and the fewest blocks live at once, the latter after the first `warm` rows.
+/// The largest and the smallest number of live blocks, the latter after the first `warm` rows.
 fn live(trace: &Trace, warm: usize) -> (usize, usize) {
     let (mut now, mut most, mut fewest) = (0usize, 0, usize::MAX);
     for (index, row) in trace.rows().iter().enumerate() {

@@ -87,7 +87,7 @@ fn all_forms_of_rmms_log_are_read() {
 
 /// Blocks of no bytes have no address, and those that have one are no rows.
 #[test]
-fn requests_of_nothing_are_no_rows() {
+fn requests_of_0_bytes_are_no_rows() {
     for pointer in ["0x0", "(nil)", "", "0x7f00"] {
         let text = format!(
             "1,1:0:0,allocate,{pointer},0,0x0\n1,1:0:0,free,{pointer},0,0x0\n1,1:0:0,allocate,0x7f00,5,0x0\n"
@@ -223,7 +223,7 @@ fn every_wrong_field_is_named_with_its_line() {
 
 /// Files that are changed at random are refused, or are valid traces.
 #[test]
-fn spoilt_logs_are_refused_or_make_sense() {
+fn damaged_logs_are_refused_or_consistent() {
     let whole = format!("{RMM}\n{ROWS}").into_bytes();
     let (mut state, mut read) = (1u64, 0);
     let mut draw = |limit: usize| {

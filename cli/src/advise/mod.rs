@@ -146,7 +146,7 @@ pub fn run(global: &GlobalOptions, options: &AdviseOptions, output: &mut Output)
             Ok(advice) => advice,
             Err(Stop::Begin(error)) => return Err(FileError::cannot_replay(path, error).into()),
             Err(Stop::Faults(faults)) => {
-                replay::complain(path, &faults);
+                replay::print_faults(path, &faults);
                 let reasons = replay::texts(&faults);
                 let error = reasons.first().map_or("", |reason| reason);
                 output.failure(Some(trace.name()), None, error, &reasons)?;

@@ -151,7 +151,7 @@ fn ops_by_part(value: &Value) -> Vec<u64> {
 }
 
 #[test]
-fn packed_bears_large_blocks_that_never_repeat() {
+fn packed_serves_large_blocks_that_never_repeat() {
     for seed in ["1", "2"] {
         let kind = ["large", "--seed", seed];
         let value = made_up(&kind, 8000, &["replay", "--parts", "2"]);
@@ -179,7 +179,7 @@ fn r36_packed_settles_in_sharded_training() {
 
 /// Equally good policies differ by 0.02 in single programs, so the mean has the tighter bound.
 #[test]
-fn packed_bears_random_programs() {
+fn packed_serves_random_programs() {
     let programs = [("1", "1"), ("2", "4"), ("3", "4"), ("4", "4")];
     let ratios = programs.map(|(seed, streams)| {
         let kind = ["random", "--seed", seed, "--streams", streams];

@@ -198,7 +198,7 @@ fn a_reader_that_leaves_is_no_panic() {
 }
 
 #[test]
-fn a_reader_that_leaves_stops_a_program_that_is_made_up() {
+fn a_reader_that_leaves_stops_the_generation_of_a_program() {
     left_by_its_reader(&split("generate churn --rows 99999999999999 --out -"));
 }
 

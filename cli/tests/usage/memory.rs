@@ -43,7 +43,7 @@ fn growth(arguments: &[&str]) -> u64 {
 }
 
 #[test]
-fn made_up_programs_of_any_length_are_written_row_by_row() {
+fn generated_programs_of_any_length_are_written_row_by_row() {
     let resnet = data("resnet50.csv.gz");
     let kinds = ["random", "churn", "sharded", "large"];
     let made = kinds.map(|kind| ["generate", kind, "--rows", "99999999999999", "--out", "-"]);

@@ -135,7 +135,7 @@ fn the_replayers_own_work_is_not_counted() {
             })
             .collect()
     };
-    // With everything complete at once the allocator sees the same program either way.
+    // If all work completes immediately, the allocator sees the same program either way.
     assert_eq!(counts(&[]), counts(&["--verify"]));
 }
 
@@ -360,7 +360,7 @@ fn command_lines_that_make_no_sense_exit_with_2() {
 }
 
 #[test]
-fn complaints_that_no_one_reads_are_no_panic() {
+fn warnings_to_a_closed_pipe_cause_no_panic() {
     let mut child = cualloc()
         .args(["replay", "--device", "sim", "--json"])
         .args([data("broken/header.csv"), data("lf.csv")])

@@ -236,7 +236,7 @@ fn invalid_numbers_are_reported() {
     );
     assert_eq!(
         stderr(&output),
-        "error: <stdin>:2: `bytes` must be a whole number from 0 to 18446744073709551615, not `-512`\n"
+        "error: <stdin>:2: `bytes`: expected a whole number from 0 to 18446744073709551615, found `-512`\n"
     );
 }
 

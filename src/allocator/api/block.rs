@@ -95,8 +95,8 @@ impl Block {
     }
 
     /// Records that another stream uses the block: after the drop it is reused only when everything submitted to that
-    /// stream before the drop has completed. In a capture that a graph pool serves, the use counts from the end of the
-    /// capture.
+    /// stream before the drop has completed. In a capture that a graph pool serves, the use takes effect at the end of
+    /// the capture.
     ///
     /// # Errors
     /// [`Error::Capturing`] in any other capture; a lost context; driver errors.
@@ -269,7 +269,7 @@ impl Drop for Block {
         };
         let home = self.place.home();
         let now = home.now();
-        if now.is_quiet()
+        if now.is_normal()
             && let Some(mut inner) = home.try_lock()
         {
             if inner.free_quick(node, self.life()).is_none() {

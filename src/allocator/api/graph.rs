@@ -172,8 +172,8 @@ impl GraphPool {
     }
 
     /// Declares that a graph which was not captured with the pool uses its memory. The pool's addresses stay valid as
-    /// long as the graph, the executable graphs instantiated from it, and their launches, and its present memory serves
-    /// only captures.
+    /// long as the graph, an executable graph instantiated from it, or a launch of that exists. The present memory of
+    /// the pool then serves only captures.
     ///
     /// # Errors
     /// [`GraphPoolError::Released`](crate::error::GraphPoolError::Released); driver errors, among them
@@ -229,8 +229,8 @@ impl GraphPool {
     /// driver errors, and as [`footprint`](Self::footprint).
     ///
     /// # Safety
-    /// The memory of blocks that are live now but not in the checkpoint is used only by the graphs that were captured
-    /// with them: the owners of these blocks only free them.
+    /// Blocks that are live now but not in the checkpoint are used only by graphs that were captured with them. Their
+    /// owners do nothing with them except free them.
     pub unsafe fn restore(&self, to: &Checkpoint) -> Result<Restored, Error> {
         if to.pool != (self.allocator.id(), self.id) {
             return Err(crate::error::GraphPoolError::ForeignCheckpoint.into());

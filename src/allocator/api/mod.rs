@@ -124,7 +124,7 @@ impl Allocator {
         recorded::begin_by_environment();
         let engine = Engine::new(context, &config)?;
         self_test::recall(&engine);
-        recorded::enrol(&engine);
+        recorded::register(&engine);
         let allocator = Allocator::with_engine(engine);
         log::info!(
             "allocator {} on device {}: policy {}, {}, views {}",
@@ -201,7 +201,7 @@ impl Allocator {
     #[inline]
     pub fn allocate(&self, bytes: usize, stream: &Stream) -> Result<Block, Error> {
         let grant = match unaligned(bytes) {
-            Some(small) => match self.engine.hit(stream.id_at_hand(), small) {
+            Some(small) => match self.engine.hit(stream.cached_id(), small) {
                 Ok(grant) => grant,
                 Err(missed) => self.engine.miss(bytes, stream, missed)?,
             },

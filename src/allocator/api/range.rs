@@ -321,8 +321,8 @@ impl Range {
         Ok(map)
     }
 
-    /// Ends the range: decommits all its memory, as [`decommit`](Self::decommit), and frees its addresses when it has
-    /// left. On an error the range is dropped.
+    /// Ends the range: decommits all its memory, as [`decommit`](Self::decommit) does, and frees its addresses once the
+    /// memory has left the range. On an error the range is dropped.
     ///
     /// # Errors
     /// As [`decommit`](Self::decommit).
@@ -331,7 +331,7 @@ impl Range {
         self.end(Some(&named))
     }
 
-    /// Ends the range as [`close`](Self::close) does, by the stream's handle. After an error the range goes on.
+    /// Ends the range as [`close`](Self::close) does, by the stream's handle. After an error the range remains open.
     ///
     /// # Errors
     /// As [`decommit_raw`](Self::decommit_raw).

@@ -85,10 +85,10 @@ impl Allocator {
     ) -> Result<Grant, Missed> {
         let Known::Passing(cache) = known else {
             let grant = self.engine.hit(key, small)?;
-            thread::remember_asked(raw, grant.place.home());
+            thread::remember_reusable(raw, grant.place.home());
             return Ok(grant);
         };
-        if !cache.now().is_quiet() {
+        if !cache.now().is_normal() {
             return Err(Missed(None));
         }
         let grant = Grant::take(cache, self.engine.owner(key), small)?;
@@ -200,7 +200,7 @@ impl Allocator {
         let named = Named::by_handle(key, stream);
         let made = self.engine.allocate(&named, &Request::new(bytes), missed);
         if !is_special(stream) {
-            thread::remember_anew(stream as usize, key);
+            thread::refresh_reusable(stream as usize, key);
         }
         made.map(|grant| grant.ptr())
     }
@@ -236,7 +236,7 @@ impl Allocator {
 
     /// Records that another stream uses the block around `ptr` (any address inside it): after its free the block is
     /// reused only when everything submitted to that stream before the free has completed. In a capture that a graph
-    /// pool serves, the use counts from the end of the capture.
+    /// pool serves, the use takes effect at the end of the capture.
     ///
     /// # Errors
     /// [`Error::NotOurs`], [`Error::NotLive`], [`Error::Capturing`], [`Error::WrongContext`], driver errors.
@@ -287,7 +287,7 @@ impl Allocator {
 
     /// Declares that the allocator's context was destroyed with everything in it, for a caller that knows so. Returns
     /// the error that every later call returns; none of them calls the driver.
-    pub fn context_is_gone(&self) -> Error {
+    pub fn declare_context_lost(&self) -> Error {
         let code = sys::CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED;
         self.engine.error(DriverError::new("cuCtxSetCurrent", code))
     }

@@ -25,7 +25,8 @@ impl User {
     pub(crate) fn of(stream: &Stream) -> User {
         match stream.kind() {
             StreamKind::Owned | StreamKind::LegacyDefault => User::Stream(stream.clone()),
-            // Its owner may destroy it once it was retired, or the handle means another stream on another thread.
+            // A borrowed stream may be destroyed after its retirement, and the handle of a per-thread default stream
+            // means another stream on another thread.
             StreamKind::Borrowed | StreamKind::PerThreadDefault => {
                 User::Context(stream.context().clone())
             }

@@ -77,7 +77,7 @@ impl Grant {
         request: Small,
         ptr: u64,
     ) -> Option<Self> {
-        let mut inner = cache.now().is_quiet().then(|| cache.try_lock())??;
+        let mut inner = cache.now().is_normal().then(|| cache.try_lock())??;
         if inner.runs.next_quick(request.granules) != Some(ptr) {
             return None;
         }
@@ -94,7 +94,7 @@ impl Grant {
         request: Small,
     ) -> Option<Self> {
         thread::prefetch_for(cache, request.granules);
-        if !cache.now().is_quiet() {
+        if !cache.now().is_normal() {
             return None;
         }
         let allocator = pages.fast_id();

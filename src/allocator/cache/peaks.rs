@@ -39,7 +39,7 @@ impl StreamCaches {
         all.peak = all.peak.max(sum);
         let mut room = (pool.peak - small).min(all.peak - sum);
         if large > 0 {
-            // The other half is for the next large block.
+            // Half of the room is left for the next large block.
             room /= 2;
         }
         let row: Arc<[&'static StreamCache]> = (self.all.iter().zip(&busy))

@@ -50,7 +50,7 @@ impl ReusePredictor {
     /// requested again before any other event.
     pub(crate) fn allocated(&mut self, id: u32, granules: u32) -> bool {
         if self.last == Last::Returned(granules) {
-            self.came_again(granules, 1);
+            self.count_recurrences(granules, 1);
         }
         self.last = Last::Allocated(id);
         *self.counter(granules) >= EXPECTED
@@ -67,14 +67,14 @@ impl ReusePredictor {
     /// Records that a block left its large-block cache after this number of reuses.
     pub(crate) fn was_cached(&mut self, granules: u32, reuses: u32) {
         if reuses > 0 {
-            self.came_again(granules, reuses);
+            self.count_recurrences(granules, reuses);
         } else {
             let counter = self.counter(granules);
             *counter = counter.saturating_sub(LOSS);
         }
     }
 
-    fn came_again(&mut self, granules: u32, times: u32) {
+    fn count_recurrences(&mut self, granules: u32, times: u32) {
         let counter = self.counter(granules);
         *counter = u32::from(*counter)
             .saturating_add(times)

@@ -250,7 +250,7 @@ impl Engine {
             return Ok((heap, stream));
         }
         drop(heap);
-        let (context, holder) = self.newcomer(named)?;
+        let (context, holder) = self.prepare_registration(named)?;
         heap = self.lock();
         let stream = heap.adopt(named.key, named.raw as usize, context, holder);
         Ok((heap, stream))
@@ -419,13 +419,13 @@ fn obtain_small<'a>(
                 continue;
             }
         }
-        if !polled && cache.lock().asks() {
+        if !polled && cache.lock().take_poll_due() {
             // Blocks that other streams used may be complete by now.
             polled = true;
             let close = cache.lock().holds_much();
             let freed;
             (heap, freed) = take_back_shared(engine, heap, cache, close)?;
-            cache.lock().asked(freed);
+            cache.lock().record_poll(freed);
             continue;
         }
         let grown;
@@ -477,7 +477,7 @@ fn obtain_page<'a>(
 
 /// Records markers for the streams' frees where that is allowed, and polls the streams.
 fn cover<'a>(engine: &'a Engine, heap: Guard<'a>, streams: &[u32]) -> Result<Guard<'a>, Error> {
-    let mut ours = heap.streams.kept_uncovered();
+    let mut ours = heap.streams.kept_without_marker();
     ours.retain(|(stream, _)| streams.contains(stream));
     if ours.is_empty() {
         return Ok(heap);
@@ -505,7 +505,7 @@ fn take_back_shared<'a>(
             .close_batches(&mut heap.streams, cache, None, &mut after)
     };
     if closed {
-        let ours = heap.streams.kept_uncovered();
+        let ours = heap.streams.kept_without_marker();
         (heap, _) = run::run_unlocked(engine, heap, || engine.cover_all(&ours))?;
     }
     // Streams for which other caches hold blocks back are skipped: their own requests poll them.

@@ -58,7 +58,7 @@ impl Engine {
             return Err(Missed(None));
         };
         let now = cache.now();
-        if now.is_quiet() {
+        if now.is_normal() {
             return Grant::take(cache, self.owner(key), small);
         }
         cold_path();
@@ -111,7 +111,7 @@ impl Engine {
         stream: &Stream,
         missed: Missed,
     ) -> Result<Grant, Error> {
-        let key = stream.id_at_hand();
+        let key = stream.cached_id();
         let hit = match unaligned(bytes) {
             Some(small) if self.needs_checks() => {
                 // It may hold the lock of the cache.
@@ -210,7 +210,7 @@ impl Engine {
     #[inline]
     pub(crate) fn serves_large_from_heap(&self) -> bool {
         let cached = self.in_large_caches.load(Ordering::Relaxed) > 0;
-        self.fast_id() != 0 && !cached && process::is_quiet()
+        self.fast_id() != 0 && !cached && process::is_normal()
     }
 
     /// Allocates a large block from the large-block cache of the stream cache that was tried, or else of the one that

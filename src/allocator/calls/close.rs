@@ -83,7 +83,7 @@ pub(crate) fn trim_device(engine: &Engine, keep: u64) -> Result<Trimmed, Error> 
 /// invalidate captures of streams that the allocator never saw.
 pub(crate) fn empty_cache(engine: &Engine) -> Result<Trimmed, Error> {
     engine.usable()?;
-    // Only released pools are declared to be no longer needed.
+    // Pools that were not released may serve further captures, so their graphs are not waited for.
     pools::await_leases(engine, SOON, |pool| pool.released);
     let mut done = trim(engine, 0)?;
     for last in [false, true] {

@@ -62,7 +62,7 @@ impl Engine {
     /// further checks. Otherwise returns false and changes nothing.
     #[inline(always)]
     pub(crate) fn free_quick(&self, block: &Lifetime) -> bool {
-        if block.id & SMALL_ID == 0 || self.fast_id() == 0 || !process::is_quiet() {
+        if block.id & SMALL_ID == 0 || self.fast_id() == 0 || !process::is_normal() {
             return false;
         }
         let Some((cache, node)) = self.pages.find_node(block.ptr) else {
@@ -249,7 +249,7 @@ impl Engine {
         if self.is_past_use() {
             return false;
         }
-        let Some(raw) = cache.lock().ask_for(node, life) else {
+        let Some(raw) = cache.lock().begin_query(node, life) else {
             return false;
         };
         let raw = std::ptr::with_exposed_provenance_mut(raw);
@@ -537,7 +537,7 @@ impl Engine {
         }
         // If this frees the last blocks, it closes the engine, or registers it as an orphan.
         self.free_deferred();
-        if orphans::outlives_capture(self) {
+        if orphans::may_close_later(self) {
             return;
         }
         match close::close(self) {

@@ -74,7 +74,7 @@ pub(crate) fn outlive_capture(engine: &Engine) {
 }
 
 /// Whether a later call tries again to close the engine.
-pub(crate) fn outlives_capture(engine: &Engine) -> bool {
+pub(crate) fn may_close_later(engine: &Engine) -> bool {
     let orphans = orphans();
     let mut waiting = orphans.waiting.iter();
     waiting.any(|other| std::ptr::eq(&**other, engine))

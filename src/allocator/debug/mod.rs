@@ -153,7 +153,7 @@ impl Debug {
         if (self.modes.guard || self.modes.quarantine > 0)
             && let Some(count) = self.unchecked.due()
         {
-            log::warn!("{count} freed blocks could not be checked; the last one: {why}");
+            log::warn!("cannot check a freed block (occurrence {count}): {why}");
         }
     }
 }

@@ -100,7 +100,7 @@ impl Debug {
             })
         });
         if let Some(Err(error)) = &filled {
-            log::warn!("a new block cannot be filled: {error}");
+            log::warn!("cannot fill a new block: {error}");
         }
         let mut table = self.table();
         let watched = Watched {
@@ -318,7 +318,7 @@ impl Debug {
                 Ok(()) => any = true,
                 Err(Error::NotLive { .. }) => {}
                 Err(error) => {
-                    log::warn!("a block that was held back is not freed: {error}");
+                    log::warn!("cannot free a block from the quarantine, retrying later: {error}");
                     // The program has no handle to the block any more, so a later call tries again.
                     self.table().return_held(ptr, watched);
                 }

@@ -123,7 +123,7 @@ impl Bench<'_> {
                 self.copies(write + at, read + at, word, to)?;
                 expected.push((COPIED, word));
                 to += 4 * COPIED as u64;
-                self.moves(write + at, read + at, word ^ 0xffff, to)?;
+                self.move_words(write + at, read + at, word ^ 0xffff, to)?;
                 expected.push((COPIED / 2, word ^ 0xffff));
                 to += 2 * COPIED as u64;
                 if let Some((fill, check)) = self.kernels {
@@ -165,7 +165,7 @@ impl Bench<'_> {
         self.copy(to, read, COPIED)
     }
 
-    fn moves(&self, write: u64, read: u64, word: u32, to: u64) -> Result<(), DriverError> {
+    fn move_words(&self, write: u64, read: u64, word: u32, to: u64) -> Result<(), DriverError> {
         let half = COPIED / 2;
         let behind = 2 * COPIED as u64;
         // SAFETY: as above.

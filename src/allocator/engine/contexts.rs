@@ -1,5 +1,5 @@
-//! Contexts: waits for all work of a context, which are refused while a stream of it is capturing, and driver errors
-//! about a context other than the allocator's.
+//! Waits for all work of a context, which are refused while a stream of it is capturing, and driver errors that concern
+//! a context other than the allocator's.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

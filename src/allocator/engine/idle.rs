@@ -20,7 +20,7 @@ pub(crate) fn find(engine: &Engine) -> Result<(u64, Result<u64, Error>), Error> 
         let mut heap = engine.open()?;
         heap.ensure_serving()?;
         heap.flush_caches();
-        heap.streams.kept_uncovered()
+        heap.streams.kept_without_marker()
     };
     engine.cover_all(&ours)?;
     let retried = release::release_quarantined(engine);
@@ -70,7 +70,7 @@ pub(crate) fn release_idle(engine: &Engine, decay: &Decay) -> Result<u64, Error>
     let ours = {
         let mut heap = engine.open()?;
         heap.flush_caches();
-        heap.streams.kept_uncovered()
+        heap.streams.kept_without_marker()
     };
     engine.cover_all(&ours)?;
     engine.lock().streams.reset_backoff();

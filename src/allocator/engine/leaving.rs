@@ -20,7 +20,7 @@ use crate::error::Error;
 impl Streams {
     /// Makes the slot known by its stream's name again, unless another slot has the name by now. Returns whether it
     /// did.
-    pub(crate) fn name_again(&mut self, stream: u32) -> bool {
+    pub(crate) fn restore_name(&mut self, stream: u32) -> bool {
         let key = self[stream].key;
         let known = *self.by_key.entry(key).or_insert(stream);
         self[stream].named = known == stream;
@@ -68,7 +68,7 @@ impl Streams {
 
     /// Replaces the last marker of a stream, up to a bound, by an event of the allocator's own context. Returns whether
     /// that still covers everything.
-    fn bring_home(
+    fn replace_foreign_marker(
         &mut self,
         (stream, key): (u32, StreamKey),
         bound: u64,
@@ -120,7 +120,7 @@ impl Streams {
         let marker = slot.markers.remove(at);
         self.incomplete -= 1;
         if !slot.covered() && !matches!(slot.holder, Holder::Retired) {
-            self.list_again(stream);
+            self.relist_batch(stream);
         }
         marker
     }
@@ -176,7 +176,7 @@ impl Drop for Leaving<'_> {
             let events = heap.streams.take_markers_of(self.stream, context);
             heap.streams.pool_events(events);
         }
-        if heap.streams[self.stream].leaving == 0 && heap.streams.name_again(self.stream) {
+        if heap.streams[self.stream].leaving == 0 && heap.streams.restore_name(self.stream) {
             let known = matches!(heap.streams[self.stream].key, StreamKey::Id(_));
             let open = heap.ensure_serving().is_ok() && !heap.orphaned;
             heap.caches.set_fast(self.stream, known && open);
@@ -241,7 +241,11 @@ pub(crate) fn retire_slot(engine: &Engine, stream: u32, key: StreamKey) -> Resul
             // under the lock.
             drop(last);
             heap = engine.lock();
-            if heap.streams.bring_home((stream, key), bound, event) || gone(&heap) {
+            if heap
+                .streams
+                .replace_foreign_marker((stream, key), bound, event)
+                || gone(&heap)
+            {
                 break;
             }
         }
@@ -260,7 +264,7 @@ pub(crate) fn retire_slot(engine: &Engine, stream: u32, key: StreamKey) -> Resul
     let former = std::mem::replace(&mut slot.holder, Holder::Retired);
     let before = slot.former.take();
     slot.distrusted = None;
-    // Only the marker is left of the other context, and it belongs to the allocator's own.
+    // Nothing refers to the stream's context any more: the last marker is an event of the allocator's own context.
     let context = std::mem::replace(&mut slot.context, engine.context.clone());
     let asked = heap.caches.stop_queries(stream);
     heap.flush_caches_of(stream);

@@ -183,7 +183,7 @@ impl Engine {
             }
             let void = due.take_void();
             // Markers after an invalid one were not queried.
-            let goes_on = due.goes_on() || !void.is_empty();
+            let goes_on = due.has_more() || !void.is_empty();
             due.clear();
             heap.streams.poll = due;
             if progress {
@@ -338,7 +338,7 @@ fn cover_batch(engine: &Engine, stream: u32, key: StreamKey, ask: bool) -> Resul
         let slot = &heap.streams[stream];
         // A retirement in the meantime has covered the batch, and nothing else marks a retired stream.
         if slot.in_use && slot.key == key && !matches!(slot.holder, Holder::Retired) {
-            heap.streams.list_again(stream);
+            heap.streams.relist_batch(stream);
         }
     }
     covered.map(drop)
@@ -468,7 +468,7 @@ fn record_batch(
 fn query(engine: &Engine, due: &mut Poll, queries: &mut u64) -> Result<(), Error> {
     let entered = engine.context.enter().map_err(|e| engine.error(e))?;
     let mut unreachable: Vec<(Context, DriverError)> = Vec::new();
-    let asked = due.ask(|event| {
+    let asked = due.query(|event| {
         let context = event.context();
         if unreachable.iter().any(|(c, _)| c.id() == context.id()) {
             return Ok(Answer::Late);

@@ -352,7 +352,7 @@ impl Engine {
     /// lock may be taken.
     #[inline(always)]
     pub(crate) fn is_past_use(&self) -> bool {
-        process::is_gone() || (self.fast_id() == 0 && self.lost.get().is_some())
+        process::is_unavailable() || (self.fast_id() == 0 && self.lost.get().is_some())
     }
 
     /// Checks whether the allocator is usable at all.
@@ -439,7 +439,7 @@ impl Engine {
             Level::Warn,
             module_path!(),
             format_args!(
-                "allocator {}: a context on device {} is gone, but its streams were not retired",
+                "allocator {}: a context on device {} was destroyed before its streams were retired",
                 self.id,
                 context.device().ordinal()
             ),

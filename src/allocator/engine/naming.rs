@@ -204,7 +204,10 @@ impl Engine {
 
     /// Returns what a new stream is registered with: its context, and the holder that keeps it alive. Streams that only
     /// the heap still references are dropped first.
-    pub(crate) fn newcomer(&self, named: &Named<'_>) -> Result<(Context, Holder), Error> {
+    pub(crate) fn prepare_registration(
+        &self,
+        named: &Named<'_>,
+    ) -> Result<(Context, Holder), Error> {
         let context = self.context_of(named)?;
         // A raw handle may belong to a stream that this crate destroys.
         let by_handle = match named.key {

@@ -61,7 +61,8 @@ pub(crate) fn add(engine: &Engine, ordinal: usize) -> Result<(), Error> {
 fn mappings(heap: &Heap) -> Vec<(u64, u64)> {
     let records = heap.physical.quarantined.iter();
     let unusable: HashSet<u64> = records.map(|id| heap.extents.records[*id].addr).collect();
-    let present = |home: &u64| !heap.suspended.is_away(*home) && !unusable.contains(home);
+    let present =
+        |home: &u64| !heap.suspended.is_suspended_handle(*home) && !unusable.contains(home);
     let homes = heap.physical.holdings.iter();
     let mut found: Vec<(u64, u64)> = homes.map(|(home, held)| (*home, held.bytes)).collect();
     found.retain(|(home, _)| present(home));

@@ -72,7 +72,7 @@ impl Running {
     /// Begins a recording of all allocators of the process, with about one stack per `sampling` requested bytes, or
     /// none if it is 0.
     pub(crate) fn begin(target: Target<'_>, sampling: u64) -> Result<Running, Refusal> {
-        if Session::is_there() {
+        if Session::is_active() {
             return Err(Refusal::Busy);
         }
         let start = Start::now(sampling);
@@ -176,7 +176,7 @@ fn sampled(engine: &Engine, grant: &Grant, bytes: u64) -> (Event, Option<u64>) {
 }
 
 /// Registers an allocator with recordings that begin later, and reports it to one in progress.
-pub(crate) fn enrol(engine: &Arc<Engine>) {
+pub(crate) fn register(engine: &Arc<Engine>) {
     if process::is_forked_child() {
         return;
     }
@@ -204,12 +204,12 @@ pub(crate) fn begin_by_environment() {
         return;
     };
     let Some(text) = value.to_str() else {
-        return log::warn!("{RECORD_VARIABLE} is not Unicode: nothing is recorded");
+        return log::warn!("cannot record: {RECORD_VARIABLE} is not Unicode");
     };
     let text = text.replace("%p", &std::process::id().to_string());
     let Some((sampling, place)) = stacks(&text) else {
         return log::warn!(
-            "{RECORD_VARIABLE}={text}: no size after `stacks:`; nothing is recorded"
+            "cannot record: expected a size after `stacks:` in {RECORD_VARIABLE}={text}"
         );
     };
     let (path, mapped) = match place.strip_prefix("ring:") {

@@ -213,7 +213,7 @@ pub(crate) fn release_all_settled(engine: &Engine) -> Result<u64, Error> {
 /// Releases the granules that left their ranges before the last call of this function.
 pub(crate) fn release_aged(engine: &Engine) -> Result<u64, Error> {
     let released = release_settled(engine, None, u64::MAX, |_, _, _, granule| granule.seen)?;
-    engine.lock().ranges.mark_seen();
+    engine.lock().ranges.mark_checked();
     Ok(released)
 }
 

@@ -213,8 +213,8 @@ fn try_both_sides(
         Ok(entered) => entered,
         Err(error) => return Ok(Err(error)),
     };
-    // Loading may wait for everything that runs in the context, and ending that may be up to this thread. A device
-    // that cannot load the kernels is tested without them.
+    // Loading may wait for all work of the context, which in turn may wait for this thread. A device that cannot load
+    // the kernels is tested without them.
     let load = || {
         let module = entered.load_module(WORD_KERNELS)?;
         Ok::<_, DriverError>((

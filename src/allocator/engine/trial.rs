@@ -123,7 +123,7 @@ fn outcome(
             Ok(()) => {
                 match refusal {
                     None => trials.pass(device.ordinal()),
-                    Some(error) => say_reduced(trials, device, &properties, error),
+                    Some(error) => log_reduced(trials, device, &properties, error),
                 }
                 return Ok(Outcome::Usable(properties));
             }
@@ -134,9 +134,9 @@ fn outcome(
         }
         if leaks {
             log::warn!(
-                "device {} does not release {} that virtual memory was tested with: {error}",
-                device.ordinal(),
-                Bytes(PHYSICAL_GRANULE)
+                "cannot release {} after a test of virtual memory on device {}: {error}",
+                Bytes(PHYSICAL_GRANULE),
+                device.ordinal()
             );
             return Ok(Outcome::Refused(error));
         }
@@ -148,7 +148,7 @@ fn outcome(
     Ok(refusal.map_or(Outcome::Unknown(wished), Outcome::Refused))
 }
 
-fn say_reduced(
+fn log_reduced(
     trials: &Trials,
     device: &Device,
     properties: &MemoryProperties,
@@ -163,7 +163,7 @@ fn say_reduced(
         "not registered with network cards"
     };
     log::warn!(
-        "device {} refuses memory with the properties that it advertises; memory of allocators can be {without}: {error}",
+        "device {} refuses memory with the properties that it advertises; the memory of its allocators can be {without}: {error}",
         device.ordinal()
     );
 }
@@ -193,7 +193,7 @@ impl Failure {
 }
 
 /// Returns the first failure, and whether either of them leaks.
-fn both(one: Result<(), Failure>, other: Result<(), Failure>) -> Result<(), Failure> {
+fn first_failure(one: Result<(), Failure>, other: Result<(), Failure>) -> Result<(), Failure> {
     match (one, other) {
         (Err(one), Err(other)) => Err(Failure {
             error: if other.error.is_fatal() {
@@ -223,7 +223,10 @@ fn try_memory(
             let (done, mapped) = try_mapping(entered, stream, at, handle);
             // SAFETY: the handle was created above and is not used any more; if it is still mapped, the memory stays.
             let released = unsafe { entered.mem_release(handle) };
-            (both(done, released.map_err(Failure::leaking)), mapped)
+            (
+                first_failure(done, released.map_err(Failure::leaking)),
+                mapped,
+            )
         }
     };
     if !mapped {
@@ -240,13 +243,13 @@ fn try_mapping(
     handle: CUmemGenericAllocationHandle,
 ) -> (Result<(), Failure>, bool) {
     // SAFETY: only work of this function uses the range, and it is complete by then.
-    let unmap_again =
+    let retry_unmap =
         || unsafe { entered.mem_unmap_if_mapped(at, BYTES) }.map_err(Failure::leaking);
     // SAFETY: the range is leased for this trial and empty; the handle has this size.
     if let Err(error) = unsafe { entered.mem_map(at, BYTES, handle) } {
-        let unmapped = unmap_again();
+        let unmapped = retry_unmap();
         let mapped = unmapped.is_err();
-        return (both(Err(Failure::clean(error)), unmapped), mapped);
+        return (first_failure(Err(Failure::clean(error)), unmapped), mapped);
     }
     let device = entered.context().device();
     // SAFETY: mapped above.
@@ -262,9 +265,9 @@ fn try_mapping(
     let done = written.map_err(Failure::clean);
     // SAFETY: as above.
     let unmapped = match unsafe { entered.mem_unmap(at, BYTES) } {
-        Err(error) if !error.is_fatal() => unmap_again(),
+        Err(error) if !error.is_fatal() => retry_unmap(),
         unmapped => unmapped.map_err(Failure::leaking),
     };
     let mapped = unmapped.is_err();
-    (both(done, unmapped), mapped)
+    (first_failure(done, unmapped), mapped)
 }

@@ -61,7 +61,7 @@ impl Handles {
             }
         };
         *self.sizes.entry(granules).or_default() += 1;
-        self.note(handle, number);
+        self.set_number(handle, number);
         number
     }
 
@@ -72,7 +72,7 @@ impl Handles {
         if number == 0 || handle.home != home {
             return;
         }
-        self.note(handle, 0);
+        self.set_number(handle, 0);
         self.vacant.push(number);
         if let Some(count) = self.sizes.get_mut(&handle.granules) {
             *count -= 1;
@@ -82,7 +82,7 @@ impl Handles {
         }
     }
 
-    fn note(&mut self, handle: Handle, number: u32) {
+    fn set_number(&mut self, handle: Handle, number: u32) {
         let pages = handle.home / PHYSICAL_GRANULE..handle.end().div_ceil(PHYSICAL_GRANULE);
         for page in pages {
             let key = page / LEAF as u64;

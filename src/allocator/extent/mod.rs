@@ -90,7 +90,7 @@ impl Extents {
         if addr >= base + region.bytes {
             return None;
         }
-        // From the live block below, it is a few steps, because free pieces are merged.
+        // Only a few extents lie between the live block below and the piece, because free pieces are merged.
         let mut at = match self.lookup.at_or_below(addr) {
             Some(id) if self.records[id].addr >= *base && self.records[id].space == space => id,
             _ => region.first,

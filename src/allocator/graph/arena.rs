@@ -129,7 +129,7 @@ pub(crate) struct Live {
     pub names: Names,
 }
 
-/// The rest of a block that was freed.
+/// What remains to be done for a freed block: its record is removed, and its users are dropped.
 #[derive(Debug)]
 pub(crate) struct FreedBlock {
     pub id: u32,

@@ -69,8 +69,8 @@ impl Graphs {
         }
     }
 
-    /// Returns the route of requests of a stream of a capture, and its place there, if this thread named it last and
-    /// nothing has changed since its last request.
+    /// Returns the route of the requests of a capturing stream, and the stream's place in its capture, if this thread
+    /// was the last to name the stream and nothing has changed since its last request.
     pub(crate) fn route(
         &self,
         capture: u64,

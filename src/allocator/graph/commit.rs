@@ -84,7 +84,7 @@ fn show(
         unsafe { entered.set_access(*base, (at - base) as usize, maker.access.devices()) }
     })();
     shown.map_err(|error| {
-        mapped.retain(|(at, bytes)| unmap_again(&entered, *at, *bytes).is_err());
+        mapped.retain(|(at, bytes)| retry_unmap(&entered, *at, *bytes).is_err());
         (error, mapped)
     })
 }
@@ -115,7 +115,7 @@ pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), Drive
     let mut first = Ok(());
     let mut failed = |error| first = first.and(Err(error));
     arena.lost.retain(|at, bytes| {
-        let unmapped = unmap_again(&entered, *at, *bytes);
+        let unmapped = retry_unmap(&entered, *at, *bytes);
         unmapped.map_err(&mut failed).is_err()
     });
     for (base, view) in std::mem::take(&mut arena.views) {
@@ -126,7 +126,7 @@ pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), Drive
     }
     for (home, handle, again) in arena.take_handles() {
         let unmapped = match again {
-            true => unmap_again(&entered, home, handle.bytes),
+            true => retry_unmap(&entered, home, handle.bytes),
             false => unmap(&entered, home, handle.bytes),
         };
         if let Err(error) = unmapped {
@@ -148,7 +148,7 @@ fn unmap(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> 
 }
 
 /// Unmaps a mapping whose state is unknown because a call for it failed.
-fn unmap_again(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> {
+fn retry_unmap(entered: &Entered<'_>, at: u64, bytes: u64) -> Result<(), DriverError> {
     // SAFETY: as above, one whole mapping at most.
     unsafe { entered.mem_unmap_if_mapped(at, bytes as usize) }
 }

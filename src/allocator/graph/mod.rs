@@ -545,7 +545,7 @@ fn usable(
     };
     move |tag| match requester {
         Requester::Eager { stream } => {
-            // A launch of a captured graph would write it.
+            // A launch of a captured graph may write to memory that a capture used.
             !(tag.captured && leased)
                 && tag.touched.iter().all(Lease::is_over)
                 && tag.marks.is_empty()

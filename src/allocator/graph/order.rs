@@ -58,7 +58,8 @@ pub(crate) struct Walk {
     stream: usize,
     present: Vec<Edge>,
     todo: Vec<usize>,
-    /// Whether it began with the only node of a lone stream, which depended on one before: no node was visited.
+    /// Whether the walk had to visit no node: the capture has one stream, whose new node depends only on the previous
+    /// one.
     step: bool,
     /// Nodes of the stream's former present point that were not visited yet.
     unmet: Vec<usize>,
@@ -69,7 +70,7 @@ impl Order {
     /// Adds a stream to the capture, and returns its place.
     pub(crate) fn add_stream(&mut self) -> usize {
         // From here on other streams need to know what it captured.
-        self.note();
+        self.expand_chain();
         self.streams.push(KnownNodes::default());
         self.streams.len() - 1
     }
@@ -100,7 +101,7 @@ impl Order {
             return Some((walk, now.node));
         }
         // The next node does not follow the last one.
-        self.note();
+        self.expand_chain();
         self.begin(walk)
     }
 
@@ -122,7 +123,7 @@ impl Order {
                 full: false,
                 ..walk.present[at]
             };
-            walk.meet(reach, begun);
+            walk.visit(reach, begun);
         }
     }
 
@@ -142,7 +143,7 @@ impl Order {
                 && edge.full
             {
                 if reach.chain.is_empty() {
-                    // Uses from before the stream was set back may refer to it.
+                    // Uses recorded before the stream was set back may refer to this node.
                     reach.nodes.insert(edge.node, true);
                     reach.chain.push(edge.node);
                 }
@@ -151,7 +152,7 @@ impl Order {
                 self.spare = Some(walk);
                 return None;
             }
-            self.note();
+            self.expand_chain();
             self.dependencies.insert(node, dependencies);
             return self.begin(walk);
         }
@@ -160,14 +161,14 @@ impl Order {
         }
         let reach = &mut self.streams[walk.stream];
         for edge in &dependencies {
-            walk.meet(reach, *edge);
+            walk.visit(reach, *edge);
         }
         self.dependencies.insert(node, dependencies);
         self.next(walk)
     }
 
     /// Expands the chain into the known nodes.
-    fn note(&mut self) {
+    fn expand_chain(&mut self) {
         for reach in &mut self.streams {
             for pair in reach.chain.windows(2) {
                 let edge = Edge {
@@ -191,7 +192,7 @@ impl Order {
                 };
                 walk.todo.pop();
                 for edge in dependencies {
-                    walk.meet(reach, *edge);
+                    walk.visit(reach, *edge);
                 }
             }
             if walk.unmet.is_empty() || walk.anew {
@@ -210,7 +211,7 @@ impl Order {
 
     /// Abandons a walk: the nodes that it visited are not known to be ordered.
     pub(crate) fn give_up(&mut self, walk: &Walk) {
-        self.note();
+        self.expand_chain();
         let reach = &mut self.streams[walk.stream];
         reach.nodes.clear();
         reach.present.clear();
@@ -219,14 +220,14 @@ impl Order {
 
     /// Returns the number of nodes that were queried.
     #[cfg(test)]
-    pub(crate) fn asked(&self) -> usize {
+    pub(crate) fn query_count(&self) -> usize {
         let chains = self.streams.iter().map(|reach| &reach.chain);
         let steps = chains.map(|chain| chain.len().saturating_sub(1));
         self.dependencies.len() + steps.sum::<usize>()
     }
 
     /// Returns the use by a stream up to its present point.
-    pub(crate) fn seen(&self, stream: usize) -> LastNodes {
+    pub(crate) fn last_nodes(&self, stream: usize) -> LastNodes {
         let reach = &self.streams[stream];
         LastNodes {
             stream,
@@ -257,7 +258,7 @@ impl Order {
 impl Walk {
     /// Visits a node behind an edge.
     #[inline]
-    fn meet(&mut self, reach: &mut KnownNodes, edge: Edge) {
+    fn visit(&mut self, reach: &mut KnownNodes, edge: Edge) {
         if !self.anew {
             self.unmet.retain(|node| *node != edge.node);
         }
@@ -310,7 +311,7 @@ mod tests {
         graph.node(3, &[full(1)]);
         graph.advance(&mut order, main, &[full(2)]);
         graph.advance(&mut order, side, &[full(3)]);
-        let (on_main, on_side) = (order.seen(main), order.seen(side));
+        let (on_main, on_side) = (order.last_nodes(main), order.last_nodes(side));
         assert!(order.is_behind(&on_main, main) && order.is_behind(&on_side, side));
         assert!(!order.is_behind(&on_main, side) && !order.is_behind(&on_side, main));
         // The join of both branches.
@@ -327,10 +328,10 @@ mod tests {
         let [main, side] = [(); 2].map(|()| order.add_stream());
         graph.node(1, &[]);
         graph.advance(&mut order, main, &[full(1)]);
-        let first = order.seen(main);
+        let first = order.last_nodes(main);
         graph.node(2, &[full(1)]);
         graph.advance(&mut order, main, &[full(2)]);
-        let second = order.seen(main);
+        let second = order.last_nodes(main);
         graph.node(3, &[early(2)]);
         graph.advance(&mut order, main, &[full(3)]);
         graph.advance(&mut order, side, &[full(3)]);
@@ -349,9 +350,9 @@ mod tests {
         graph.node(1, &[]);
         graph.node(2, &[full(1)]);
         graph.advance(&mut order, main, &[full(1)]);
-        let first = order.seen(main);
+        let first = order.last_nodes(main);
         graph.advance(&mut order, main, &[full(2)]);
-        let second = order.seen(main);
+        let second = order.last_nodes(main);
         graph.advance(&mut order, main, &[full(1)]);
         assert!(order.is_behind(&first, main));
         assert!(!order.is_behind(&second, main), "the second runs beside");
@@ -372,7 +373,7 @@ mod tests {
         for node in 1..9 {
             graph.node(node, &[full(node - 1)]);
             graph.advance(&mut order, main, &[full(node)]);
-            seen.push(order.seen(main));
+            seen.push(order.last_nodes(main));
             assert!(seen.iter().all(|seen| order.is_behind(seen, main)));
         }
         let side = order.add_stream();
@@ -380,8 +381,8 @@ mod tests {
         let behind = seen.iter().map(|seen| order.is_behind(seen, side));
         let expected = [true, true, true, true, true, false, false, false];
         assert_eq!(behind.collect::<Vec<_>>(), expected);
-        assert!(order.is_behind(&order.seen(side), main));
-        assert_eq!(order.asked(), 9);
+        assert!(order.is_behind(&order.last_nodes(side), main));
+        assert_eq!(order.query_count(), 9);
     }
 
     #[test]
@@ -390,11 +391,11 @@ mod tests {
         let main = order.add_stream();
         graph.node(0, &[]);
         graph.advance(&mut order, main, &[full(0)]);
-        let mut seen = vec![order.seen(main)];
+        let mut seen = vec![order.last_nodes(main)];
         for node in 1..5 {
             graph.node(node, &[full(node - 1)]);
             graph.advance(&mut order, main, &[full(node)]);
-            seen.push(order.seen(main));
+            seen.push(order.last_nodes(main));
         }
         graph.advance(&mut order, main, &[full(2)]);
         graph.node(9, &[full(2)]);
@@ -404,7 +405,7 @@ mod tests {
         assert_eq!(behind.collect::<Vec<_>>(), expected);
         // A node with an early start does not interrupt the chain.
         graph.node(10, &[early(9)]);
-        let ninth = order.seen(main);
+        let ninth = order.last_nodes(main);
         graph.advance(&mut order, main, &[full(10)]);
         let side = order.add_stream();
         graph.advance(&mut order, side, &[full(10)]);
@@ -420,7 +421,7 @@ mod tests {
             graph.node(node, &[full(node - 1)]);
             graph.advance(&mut order, streams[node % 3], &[full(node)]);
         }
-        assert_eq!(order.asked(), 3000);
-        assert!(order.is_behind(&order.seen(streams[0]), streams[2]));
+        assert_eq!(order.query_count(), 3000);
+        assert!(order.is_behind(&order.last_nodes(streams[0]), streams[2]));
     }
 }

@@ -82,7 +82,8 @@ pub(crate) struct ScopeQuery<'a> {
 pub(crate) enum Answer {
     /// The request goes to a pool, through a scope.
     Pool { scope: u64, pool: u64 },
-    /// The answer depends on these filters: the first that returns true counts; if none does, the remaining scopes.
+    /// The answer depends on these filters: the request goes to the pool of the first one that returns true; if none
+    /// does, the remaining scopes decide.
     Filters(Vec<(u64, u64, Filter)>),
     /// The request belongs to no pool.
     NoPool,
@@ -97,7 +98,7 @@ impl Scopes {
         number
     }
 
-    /// Whether a scope for captures is open that may apply to captures without a request so far, whose streams are
+    /// Whether an open scope may apply to a capture that has not made a request yet, and whose streams are therefore
     /// unknown.
     pub(crate) fn await_captures(&self) -> bool {
         let awaits = |kind: &Kind| {

@@ -114,11 +114,7 @@ impl Heap {
         for cache in self.caches.all.clone() {
             let (stream, quiet, needed) = {
                 let mut inner = cache.lock();
-                (
-                    inner.slot,
-                    inner.take_quiet(),
-                    inner.runs.take_needed_pages(),
-                )
+                (inner.slot, inner.was_idle(), inner.runs.take_needed_pages())
             };
             let gave = match quiet {
                 true => self.flush_cache(cache),

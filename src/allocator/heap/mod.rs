@@ -85,7 +85,7 @@ pub(crate) enum PlainFree {
     /// The block needs [`Heap::free`], or is not live.
     Refused,
     Done,
-    /// Done, and the batch of this stream needs its marker.
+    /// The block is freed, and the batch of this stream needs its marker.
     Full(u32),
 }
 

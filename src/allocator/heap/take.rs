@@ -219,7 +219,7 @@ impl Heap {
         if !plain || self.closed || self.is_suspended || self.caches.contention > 0 {
             return None;
         }
-        let stream = self.streams.find_again(key)?;
+        let stream = self.streams.find_recent(key)?;
         let slot = &self.streams[stream];
         let renamed = has_object && slot.holder.is_callers();
         if slot.inactive || renamed || slot.other_device {

@@ -171,7 +171,8 @@ fn shortage(heap: &Heap, want: &Want) -> Shortage {
     let is_ready = |id| finder.as_ref().is_some_and(|of| of.ready(id));
     let ready = pieces.filter(|piece| is_ready(piece.id));
     let needed = growth.saturating_sub(idle).min(at_home);
-    // Pending memory may be released for the whole request, or for what the ready memory at home lacks.
+    // Once its work is complete, pending memory could be released to make room for the whole request, or only for the
+    // bytes that the ready memory at home lacks.
     let waiting = whole_bytes(heap, false, |_| true).saturating_sub(idle) + heap.ranges.leaving;
     let for_all = waiting.saturating_sub(growth.saturating_sub(idle) - needed);
     let for_rest = whole_bytes(heap, false, |id| {

@@ -15,7 +15,7 @@ impl GrowthFailure {
     }
 
     /// Replaces the error by that of a lost context, which takes precedence.
-    fn also(&mut self, error: DriverError) {
+    fn prefer_loss(&mut self, error: DriverError) {
         if error.is_fatal() {
             self.error = error;
         }
@@ -134,12 +134,12 @@ fn undo(entered: &Entered<'_>, error: DriverError, made: Vec<NewHandle>) -> Grow
         // SAFETY: only this growth may have mapped something there, one handle, and no block was allocated there.
         if let Err(error) = unsafe { entered.mem_unmap_if_mapped(addr, bytes as usize) } {
             failure.mapped.push((addr, bytes, handle));
-            failure.also(error);
+            failure.prefer_loss(error);
             continue;
         }
         // SAFETY: the handle was created by this growth and is mapped nowhere.
         if let Err(error) = unsafe { entered.mem_release(handle) } {
-            failure.also(error);
+            failure.prefer_loss(error);
         }
     }
     failure

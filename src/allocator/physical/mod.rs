@@ -31,7 +31,8 @@ const SHARED_SLACK_PERCENT: u64 = 5;
 /// grow the memory marks them first. With 1 MiB for each stream, a pipeline over three streams records 1.7 times the
 /// markers; with a 16th, six streams hold 1.042 of what they request instead of 1.030.
 const UNMARKED_PART: u64 = 64;
-/// The same over the peak of live bytes while memory is scarce: with it `profile=dense` holds 1.013 of the recordings.
+/// The slack over the peak of live bytes while memory is scarce. With it, `profile=dense` holds 1.013 of what the
+/// recordings request.
 const SCARCE_SLACK_PERCENT: u64 = 1;
 const SCARCE_SLACK: u64 = 16 << 20;
 
@@ -59,8 +60,9 @@ const GRAPH_REQUEST_PARTS: u64 = 32;
 /// above it: handles cannot be divided, and those made while memory is plentiful have to serve when it is scarce.
 /// Without the bound below half, the smallest limit of six streams is 1.0205 of what they request instead of 1.0143.
 const LIMIT_PARTS: [u64; 2] = [512, 2048];
-/// Memory is scarce when less than this share of the limit is left, or less of the device than this share of it and
-/// than `DEVICE_SCARCE`, which on a small device is a part of it. It is plentiful again with twice as much.
+/// Memory is scarce when less than this share of the limit is left, or when the device has less free memory than both
+/// this share of it and `DEVICE_SCARCE` (on a small device, the `DEVICE_SCARCE_PART`th part of it). It is plentiful
+/// again with twice as much.
 const SCARCE_PERCENT: u64 = 3;
 const DEVICE_SCARCE: u64 = 512 << 20;
 const DEVICE_SCARCE_PART: u64 = 16;

@@ -431,7 +431,7 @@ pub(crate) fn hold(heap: &mut Heap, addr: u64, bytes: u64, handle: Option<u64>, 
             number,
         },
     );
-    heap.stats.segment_added(space == SpaceId::Small, bytes);
+    heap.stats.count_obtained(space == SpaceId::Small, bytes);
     heap.recorder
         .record_memory(Kind::Map, (addr, bytes), (space, handle.is_some()));
 }

@@ -183,7 +183,7 @@ pub(crate) fn claim(heap: &mut Heap, space: SpaceId, addr: u64) -> Option<Releas
 pub(crate) fn remove(heap: &mut Heap, release: &Release) {
     heap.physical.full_at = None;
     heap.stats
-        .segment_gone(release.space == SpaceId::Small, release.bytes);
+        .count_released(release.space == SpaceId::Small, release.bytes);
     heap.physical.holdings.remove(&release.addr);
     heap.suspended.forget_segment(release.addr);
     let memory = (release.space, release.handle.is_some());

@@ -105,7 +105,8 @@ pub(crate) struct Range {
     /// Granules with memory, by their index.
     granules: BTreeMap<u64, Granule>,
     recorded: Vec<Recorded>,
-    /// The streams that commits named. If the range ends without a stream, their work counts as its last uses.
+    /// The streams that commits named. If the range is ended without naming a stream, the work of all of them counts as
+    /// its last uses.
     users: Vec<u32>,
     /// Whether a call makes driver calls for the range.
     pub working: bool,
@@ -261,7 +262,8 @@ impl Range {
         counted.collect()
     }
 
-    /// Forgets recorded uses of spans without a committed granule, and without any also the streams of commits.
+    /// Forgets the recorded uses of spans that have no committed granule. If the whole range has none, also forgets the
+    /// streams that commits named.
     fn forget_uses(&mut self, streams: &mut Streams) {
         let granules = &self.granules;
         self.recorded.retain(|known| {
@@ -456,7 +458,7 @@ impl Ranges {
     }
 
     /// Records that a check for idle memory has seen the leaving granules.
-    pub(crate) fn mark_seen(&mut self) {
+    pub(crate) fn mark_checked(&mut self) {
         let granules = self
             .map
             .values_mut()

@@ -144,8 +144,8 @@ pub(crate) fn plan(heap: &mut Heap, id: u64, span: &Span<u64>) -> Work {
     work
 }
 
-/// Returns the uses of leaving granules in a span that have to be complete, or with a stream ordered before its next
-/// work, before the granules can be committed again.
+/// Returns the uses of leaving granules in a span that prevent a commit of the granules: those that are not complete
+/// or, for a commit on a stream, not ordered before the stream's next work either.
 pub(crate) fn awaited(heap: &Heap, id: u64, span: &Span<u64>, stream: Option<u32>) -> Vec<Shard> {
     let ready = |uses: &Uses| {
         uses.as_slice().iter().all(|u| match stream {

@@ -181,7 +181,7 @@ impl<'a> Reclaim<'a> {
             }
         }
         if want.in_one_handle() {
-            return match self.settle(heap, want) {
+            return match self.take_settled(heap, want) {
                 Some(step) => step,
                 None => self.choose_handle(heap, want),
             };
@@ -195,7 +195,7 @@ impl<'a> Reclaim<'a> {
         {
             return Step::View(run);
         }
-        if let Some(step) = self.settle(heap, want) {
+        if let Some(step) = self.take_settled(heap, want) {
             return step;
         }
         if let Some(step) = self.query_device(heap) {
@@ -257,7 +257,7 @@ impl<'a> Reclaim<'a> {
     }
 
     /// Takes memory that has left a range, instead of growth or to make room for it.
-    fn settle(&self, heap: &Heap, want: &Want) -> Option<Step> {
+    fn take_settled(&self, heap: &Heap, want: &Want) -> Option<Step> {
         if heap.ranges.leaving == 0 || self.settled {
             return None;
         }
@@ -287,7 +287,7 @@ impl<'a> Reclaim<'a> {
 
     /// Queries the device, once per reclaim, if the earlier answer leaves no room: other processes may have freed
     /// memory.
-    fn query_device_again(&mut self, heap: &Heap) -> Option<Step> {
+    fn requery_device(&mut self, heap: &Heap) -> Option<Step> {
         if self.device_queried || self.refusal.is_some() {
             return None;
         }
@@ -367,7 +367,7 @@ impl<'a> Reclaim<'a> {
             return None;
         }
         if waits == Waits::Scarce
-            && let Some(step) = self.poll(heap).or_else(|| self.query_device_again(heap))
+            && let Some(step) = self.poll(heap).or_else(|| self.requery_device(heap))
         {
             return Some(step);
         }
@@ -521,7 +521,7 @@ impl<'a> Reclaim<'a> {
             self.restart();
             return Step::Mark(heap.streams[want.stream].key);
         }
-        if let Some(step) = self.poll(heap).or_else(|| self.query_device_again(heap)) {
+        if let Some(step) = self.poll(heap).or_else(|| self.requery_device(heap)) {
             return step;
         }
         let oldest = heap

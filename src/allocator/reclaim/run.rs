@@ -94,7 +94,7 @@ fn complete_idle_streams<'a>(
     if idle.is_empty() {
         return Ok(heap);
     }
-    let mut ours = heap.streams.kept_uncovered();
+    let mut ours = heap.streams.kept_without_marker();
     ours.retain(|(kept, _)| idle.contains(kept));
     if !ours.is_empty() || !heap.streams.has_no_markers() {
         (heap, _) = run_unlocked(engine, heap, || {

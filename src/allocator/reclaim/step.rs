@@ -13,20 +13,27 @@ use crate::allocator::view::mapping::{Stitch, ViewRun};
 use crate::driver::Event;
 
 pub(crate) enum Step {
+    /// Takes a run of ready memory.
     Take(Run),
     /// Takes a part of free memory, behind waits if it needs any.
     Claim(Part),
+    /// Takes a run in a view, behind waits if it needs any.
     View(ViewRun),
+    /// Maps handles contiguously in a view, and takes the block there.
     Stitch(Box<Stitch>),
+    /// Unmaps idle views, so that their handles can be released.
     Evict(Vec<u64>),
     /// Unmaps idle views to free their addresses.
     FreeAddresses(Vec<u64>),
     /// Reserves a number of bytes of address space.
     Reserve(SpaceId, u64),
+    /// Creates handles of the packed policy, and takes the block.
     Grow(Growth),
+    /// Obtains a segment of the classic policy.
     Segment(Fresh),
     /// Creates the memory that a stitch lacks, as free memory.
     Supply(Fresh),
+    /// Returns pages that the caches of small blocks do not need to the heap.
     Flush,
     /// Completes some more pieces.
     Complete,
@@ -36,6 +43,7 @@ pub(crate) enum Step {
     Retry,
     /// Polls all streams with markers, including those polled recently.
     Poll,
+    /// Releases idle memory to the driver.
     Release(Vec<Release>),
     /// Takes this many bytes of memory that has left a range.
     Settle(u64),
@@ -47,7 +55,9 @@ pub(crate) enum Step {
     HostWait(u32, u64, Arc<Event>),
     /// Calls a hook to free a number of bytes.
     Hook(ReliefHook, u64),
+    /// Waits for all work of the contexts.
     Synchronise,
+    /// Reports that no memory could be obtained.
     Fail,
 }
 

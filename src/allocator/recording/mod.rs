@@ -65,7 +65,7 @@ impl Recorder {
             }
             Kind::Free => tool.gone(at),
             Kind::Map => tool.heap(at, bytes),
-            Kind::Unmap => tool.heap_gone(at),
+            Kind::Unmap => tool.remove_heap(at),
             _ => {}
         }
     }

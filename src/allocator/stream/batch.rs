@@ -57,7 +57,7 @@ impl Streams {
     }
 
     /// Lists a closed batch again whose marker was not recorded.
-    pub(crate) fn list_again(&mut self, stream: u32) {
+    pub(crate) fn relist_batch(&mut self, stream: u32) {
         let slot = &mut self.slots[stream as usize];
         slot.open_uses = slot.open_uses.max(BATCH_FREES);
         self.list_full(stream);

@@ -94,7 +94,7 @@ impl Streams {
 
     /// [`find`](Self::find), usually without a search.
     #[inline]
-    pub(crate) fn find_again(&mut self, key: StreamKey) -> Option<u32> {
+    pub(crate) fn find_recent(&mut self, key: StreamKey) -> Option<u32> {
         match self.slots.get(self.latest as usize) {
             Some(slot) if slot.is_called(key) => Some(self.latest),
             _ => self.find_other(key),
@@ -399,7 +399,7 @@ impl Streams {
     }
 
     /// Returns streams that the allocator keeps alive, with frees that no marker covers yet.
-    pub(crate) fn kept_uncovered(&self) -> Vec<(u32, StreamKey)> {
+    pub(crate) fn kept_without_marker(&self) -> Vec<(u32, StreamKey)> {
         let slots = self.iter();
         slots
             .filter(|(_, slot)| slot.holder.is_lasting() && !slot.covered())

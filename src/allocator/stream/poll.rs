@@ -125,16 +125,16 @@ impl Poll {
     }
 
     /// Queries markers until the number of complete ones is known, or a query fails.
-    pub(crate) fn ask<E>(
+    pub(crate) fn query<E>(
         &mut self,
-        mut question: impl FnMut(&Event) -> Result<Answer, E>,
+        mut query: impl FnMut(&Event) -> Result<Answer, E>,
     ) -> Result<(), E> {
         for probe in &mut self.probes {
             while let Some(at) = probe.next() {
                 let Some((bound, event)) = self.markers.get(probe.first + at) else {
                     break;
                 };
-                let answer = question(event)?;
+                let answer = query(event)?;
                 if answer == Answer::Void {
                     self.void.push((probe.stream, *bound));
                 }
@@ -150,7 +150,7 @@ impl Poll {
     }
 
     /// Whether all examined markers of a stream are complete, and it has more.
-    pub(crate) fn goes_on(&self) -> bool {
+    pub(crate) fn has_more(&self) -> bool {
         self.probes.iter().any(|p| p.more && p.done == p.count)
     }
 

@@ -49,8 +49,8 @@ struct FailedCopy {
     seen: bool,
 }
 
-/// Waits for copies, in a second way if the first fails, because its error may concern earlier work. It does not
-/// invalidate a capture for that.
+/// Waits for copies, in a second way if the first fails, because its error may concern earlier work. No wait that would
+/// invalidate a capture is made.
 fn wait_for_copies(
     entered: &Entered<'_>,
     stream: &Stream,

@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_word_about_a_tag_counts() {
+    fn the_last_setting_of_a_tag_applies() {
         let keep = Keep::from(Contents::Host)
             .tag("a", Contents::Pinned)
             .tag("a", Contents::Drop);

@@ -165,7 +165,7 @@ impl Suspensions {
     }
 
     /// Whether a handle at this home is suspended, and not being resumed.
-    pub(crate) fn is_away(&self, home: u64) -> bool {
+    pub(crate) fn is_suspended_handle(&self, home: u64) -> bool {
         let handles = self.map.values().flat_map(|away| &away.handles);
         let mut homes = handles.map(|handle| handle.home);
         homes.any(|away| away == home)

@@ -10,7 +10,7 @@ use crate::sim::{SimConfig, Simulator};
 type Test = Result<(), Box<dyn std::error::Error>>;
 
 /// Whether the calls without an error answer like those of an allocator without memory.
-fn knows_nothing(a: &Allocator, ptr: u64) -> bool {
+fn answers_as_empty(a: &Allocator, ptr: u64) -> bool {
     a.set_limit(Some(1));
     a.reset_peaks();
     a.stats() == Default::default()
@@ -51,7 +51,7 @@ fn d9_nothing_waits_for_the_heap_in_a_forked_child() -> Test {
             };
             let sizes = (wide.size(), small.size()) == (of_wide, of_small);
             let text = format!("{wide:?} {small:?} {guard:?} {buffer:?}");
-            let known = knows_nothing(&a, wide.ptr()) && knows_nothing(&a, small.ptr());
+            let known = answers_as_empty(&a, wide.ptr()) && answers_as_empty(&a, small.ptr());
             let refused = matches!(a.trim(0), Err(Error::ForkedChild))
                 && matches!(a.empty_cache(), Err(Error::ForkedChild))
                 && a.allocate(100, &stream).is_err()

@@ -453,7 +453,7 @@ fn d6_a_marker_beside_a_retirement_does_not_outlive_it() -> Outcome {
     let marks = Mutex::new(Some(recorded));
     let beside = allocator.clone();
     rig.sim.after(move |moment| {
-        // Only for the other thread, which comes first.
+        // Only the first record, which is that of the other thread, is held up here.
         let first = (moment.call == "cuEventRecord").then(|| marks.lock().take());
         if let Some(Some(recorded)) = first {
             let _ = recorded.send(());

@@ -20,7 +20,7 @@ use crate::sim::Mode;
 /// that returns to a stream cache because its stream is ordered behind the others renews the page's ticket.
 #[test]
 fn a_block_freed_after_a_wait_renews_the_ticket_of_its_page() -> Outcome {
-    // Also where the other stream that used the block has completed.
+    // The same holds if the other stream that used the block has completed.
     freed_after_a_wait(false)?;
     freed_after_a_wait(true)
 }

@@ -27,16 +27,16 @@ pub(super) const RECORDING: u32 = RECORDS | SAMPLES;
 pub(crate) struct Now(u32);
 
 impl Now {
-    /// See [`super::is_quiet`].
+    /// See [`super::is_normal`].
     #[inline(always)]
-    pub(crate) fn is_quiet(self) -> bool {
+    pub(crate) fn is_normal(self) -> bool {
         self.0 == 0
     }
 
     /// True while a recording is running and nothing else keeps calls from their caches.
     #[inline(always)]
     pub(crate) fn only_records(self) -> bool {
-        !self.is_quiet() && self.0 & (LOOK_OUT | TOOL) == 0
+        !self.is_normal() && self.0 & (LOOK_OUT | TOOL) == 0
     }
 
     /// True while a recording without stacks is running and nothing else keeps calls from their caches.
@@ -166,13 +166,13 @@ mod tests {
         let state = State::default();
         let now = || state.now();
         let alone = || (now().only_records_blocks(), now().only_records());
-        assert!(now().is_quiet() && alone() == (false, false));
+        assert!(now().is_normal() && alone() == (false, false));
         state.change(RECORDS, 0);
         assert_eq!(alone(), (true, true));
         for other in [FORKED, EXITING, CAPTURES, TOOL] {
             state.change(other, 0);
             assert_eq!(alone(), (false, false), "{other}");
-            assert!(now().0 & other != 0 && !now().is_quiet());
+            assert!(now().0 & other != 0 && !now().is_normal());
             state.change(0, other);
             assert_eq!(alone(), (true, true), "{other}");
         }
@@ -182,7 +182,7 @@ mod tests {
         state.change(0, RECORDING);
         assert_eq!(now().0, CAPTURES);
         state.change(0, CAPTURES);
-        assert!(now().is_quiet());
+        assert!(now().is_normal());
     }
 
     fn leaked<T: Default>() -> &'static T {
@@ -203,7 +203,7 @@ mod tests {
             process.follow_with(copy, || {
                 reads += 1;
                 if let Some((set, clear)) = left.next() {
-                    // Reaches the copy, as does any change from here on, and is overwritten.
+                    // From here on changes reach the copy too; the value that `follow` stores overwrites them.
                     process.change(*set, *clear);
                     assert_eq!(copy.now().0 & set, *set);
                 }
@@ -243,6 +243,6 @@ mod tests {
         let all = CAPTURES | TOOL | RECORDS;
         assert!(copies.iter().all(|copy| copy.now().0 == all));
         process.change(0, all);
-        assert!(copies.iter().all(|copy| copy.now().is_quiet()));
+        assert!(copies.iter().all(|copy| copy.now().is_normal()));
     }
 }

@@ -24,9 +24,9 @@ impl State {
         fail(UNSUPPORTED)
     }
 
-    /// Refuses a potentially unsafe call. Nothing is refused to a thread in relaxed mode, nor by a
-    /// relaxed capture; the others bind their own thread, and every thread in global mode, which is
-    /// how each begins: so measured, also for captures in thread-local mode.
+    /// Refuses a potentially unsafe call, as measured on a real driver. A thread in relaxed mode may make such calls,
+    /// and a relaxed capture forbids none. Any other capture, even one in thread-local mode, forbids them to its own
+    /// thread and to every thread in global mode, the mode in which threads start.
     pub(in crate::sim) fn refuse_during_capture(&mut self) -> R {
         if self.graphs.captures.is_empty() {
             return Ok(());

@@ -81,7 +81,7 @@ impl State {
                 self.retire_queue(queue);
             }
             if let Some(last) = &gone.last {
-                self.outlived(&gone.objects, last);
+                self.record_last_launch(&gone.objects, last);
             }
             self.drop_all(gone.objects);
         }

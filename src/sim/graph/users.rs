@@ -43,8 +43,8 @@ impl State {
         }
     }
 
-    /// Something that held objects was launched, and is not running any more.
-    pub(super) fn outlived(&mut self, held: &References, last: &Launch) {
+    /// Records the last launch of a holder of objects, which has ended.
+    pub(super) fn record_last_launch(&mut self, held: &References, last: &Launch) {
         for object in held.keys() {
             if let Some(entry) = self.graphs.objects.get_mut(*object) {
                 entry.launches.push(last.clone());

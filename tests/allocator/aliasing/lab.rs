@@ -166,7 +166,7 @@ impl<'a> Lab<'a> {
         self.b.synchronize().unwrap();
     }
 
-    /// Wrong words so far; the count begins anew.
+    /// Returns the number of wrong words so far, and resets it.
     pub fn take_bad(&self) -> u64 {
         let mut bad = 0u32;
         let entered = self.context.enter().unwrap();

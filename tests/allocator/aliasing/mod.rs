@@ -1,9 +1,8 @@
 //! The basis of views: one physical memory mapped at two addresses.
 //!
-//! What is written through one address is read through the other by the next operation in order,
-//! and neighbours in a page, each with an address of its own, do not meet. On a GPU by plain and
-//! atomic accesses, the read-only path, fills, copies, bulk copies and a second device; on the
-//! simulator by fills and copies.
+//! What is written through one address is read through the other by the next operation in order, and neighbours in a
+//! page, which have separate addresses, do not race. On a GPU by plain and atomic accesses, the read-only path, fills,
+//! copies, bulk copies and a second device; on the simulator by fills and copies.
 
 mod cases;
 mod lab;
@@ -55,7 +54,7 @@ fn a_write_through_one_address_is_read_through_the_other() {
 }
 
 #[test]
-fn neighbours_in_a_page_do_not_meet_at_two_addresses() {
+fn neighbours_in_a_page_do_not_race_at_two_addresses() {
     run(cases::AT_ONCE);
 }
 

@@ -65,7 +65,7 @@ fn the_test_does_not_wait_for_running_work() {
     });
 }
 
-/// Where the device is kept at work each wait takes long: what was read is looked at in the end, in one go.
+/// If the device is kept busy, each wait takes long, so all words that were read are checked together at the end.
 #[test]
 fn the_test_waits_for_its_work_once() {
     only(Policy::Packed, |rig| {

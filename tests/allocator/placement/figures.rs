@@ -55,7 +55,7 @@ fn stranded_bytes_are_reported_by_stream() {
         hold.release();
         allocator.synchronize().unwrap();
         if rig.packed() {
-            // Complete, so anybody's.
+            // Complete, so available to every stream.
             assert!(of(id) <= 64 * KIB as u64, "{}", of(id));
         }
     });

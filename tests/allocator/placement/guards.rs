@@ -114,7 +114,7 @@ fn a_view_stays_while_a_freed_block_in_it_is_guarded() {
         allocator.trim(0).unwrap();
         let stats = allocator.stats();
         assert_eq!((stats.packing.views, guarded(&stats)), (1, 40 * MIB as u64));
-        // All but the guarded handles is gone.
+        // All memory except the guarded handles was released.
         assert_eq!(stats.large.reserved.current, 40 * MIB as u64);
         allocator.check().unwrap();
         // Their bytes are not usable at home either.

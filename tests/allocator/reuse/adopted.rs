@@ -98,7 +98,7 @@ fn an_adopted_stream_is_marked_when_its_memory_is_requested() {
                 allocator.raw_adopt(stream.raw()).unwrap();
                 allocator.raw_adopt(stream.raw()).unwrap();
             }
-            // The other stream is asked here, or marked, and no more from then on.
+            // The other stream is queried or marked here, and not from then on.
             allocator.trim(0).unwrap();
             let asked = rig.calls("cuStreamQuery");
             allocator.raw_free(ptr).unwrap();

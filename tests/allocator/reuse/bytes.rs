@@ -54,8 +54,8 @@ fn bound(rig: &Rig, allocator: &cualloc::Allocator) -> u64 {
     peak + (peak / 100).max((16 * MIB) as u64) + allocator.stats().small.reserved.peak
 }
 
-/// R3: requests of ever other sizes, with survivors between them, hold no more than was live at
-/// once.
+/// R3: requests of always different sizes, with survivors between them, hold no more memory than the peak of live
+/// bytes.
 #[test]
 fn r3_changing_sizes_do_not_run_away() {
     only(Policy::Packed, |rig| {
@@ -114,7 +114,7 @@ fn r63_split_memory_is_not_its_streams_for_ever() {
         b.synchronize().unwrap();
         drop(allocator.allocate_blocks(64, 16 * MIB, &a));
         a.synchronize().unwrap();
-        // The stream goes on with a little of it.
+        // The stream continues to use a small part of it.
         let kept = allocator.allocate_blocks(4, 512 * KIB, &a);
         let hold = rig.hold(&a);
         rig.stamp(kept[0].ptr(), 512 * KIB, 9, &a);

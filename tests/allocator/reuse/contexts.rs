@@ -70,7 +70,7 @@ fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize)
 
 /// Also where another thread waits for all contexts just then: the retirement ends when that is done with them.
 #[test]
-fn d6_a_context_may_go_beside_a_thread_that_synchronises() {
+fn d6_a_context_may_be_destroyed_while_a_thread_synchronises() {
     each_simulated(|rig, sim| {
         let (allocator, [own]) = rig.scene();
         let there = elsewhere(rig, sim);
@@ -231,8 +231,8 @@ fn invalidate(sim: &Simulator, allocator: &Allocator, there: &Elsewhere, find: &
     assert_eq!(sim.clear_failures(), 0, "{call} was not made");
 }
 
-/// After one invalid handle nothing of the context is used any more, so that it may be gone without any retirement, and
-/// nothing of it counts as complete before the allocator is closed.
+/// After one invalid handle no object of the context is used any more, so it may be destroyed without any retirement,
+/// and none of its work counts as complete before the allocator is closed.
 #[test]
 fn nothing_of_a_context_is_used_after_an_invalid_handle() {
     for find in FINDS {
@@ -269,8 +269,8 @@ fn nothing_of_a_context_is_used_after_an_invalid_handle() {
     }
 }
 
-/// What a living context's stream uses is not given to others because of an invalid handle, neither at once nor when
-/// its work is over, but once the stream is retired.
+/// An invalid handle does not make memory that a stream of a live context uses available to other streams, neither
+/// immediately nor when the work is complete, but only once the stream is retired.
 #[test]
 fn memory_of_a_living_context_is_kept_until_its_stream_is_retired() {
     // There is no room for another block.
@@ -341,7 +341,8 @@ fn the_distrust_of_a_context_ends_with_its_last_stream() {
     });
 }
 
-/// Once a call says that a distrusted context is gone, its memory is complete, and the allocator goes on.
+/// Once a call reports that a distrusted context was destroyed, the memory that it used is complete, and the allocator
+/// continues to work.
 #[test]
 fn the_distrust_of_a_context_ends_with_its_known_destruction() {
     use sys::CUresult as Code;
@@ -408,7 +409,7 @@ fn a_retired_stream_of_a_distrusted_context_is_not_queried() {
     }
 }
 
-/// A retirement that fails for ever leaves no more with each try: neither markers nor events.
+/// A retirement that always fails leaves no additional markers or events with each attempt.
 #[test]
 fn retirements_that_fail_leave_a_bounded_number_of_events() {
     use sys::CUresult as Code;

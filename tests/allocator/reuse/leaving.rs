@@ -150,7 +150,7 @@ fn d3_a_column_that_came_back_counts_on_a_retired_stream() {
     });
 }
 
-/// A retirement that fails leaves the stream as it was: known by its name, and served at once.
+/// A retirement that fails leaves the stream as it was: known by its name, and served without a wait.
 #[test]
 fn d3_a_retirement_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
@@ -175,7 +175,7 @@ fn d3_a_retirement_that_fails_changes_nothing() {
 /// A retirement that fails when its stream was named again meanwhile: both slots are the stream's, and the next
 /// one takes both.
 #[test]
-fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
+fn d3_a_failed_retirement_beside_new_memory_is_completed_later() {
     each_with_interludes(|rig, sim| {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
@@ -199,14 +199,14 @@ fn d3_a_failed_retirement_beside_new_memory_is_made_up_for() {
 /// A question to a stream that fails when another thread has retired it meanwhile leaves nothing to be covered:
 /// no marker could cover it, and `close` would wait for ever.
 #[test]
-fn d9_a_failed_question_beside_a_retirement_does_not_hang_the_end() {
+fn d9_a_failed_query_during_a_retirement_does_not_block_the_end() {
     each_with_interludes(|rig, sim| {
         let (allocator, [a, b]) = rig.scene();
         let _kept = allocator.allocate(KIB, &a).unwrap();
         drop(allocator.allocate(KIB, &b).unwrap());
         let (other, on) = (allocator.clone(), a.clone());
         interlude::after("cuStreamQuery", move || other.retire(&on).unwrap());
-        // Not enough for a marker at once.
+        // Not enough for an immediate marker.
         drop(allocator.allocate(300 * KIB, &a).unwrap());
         sim.fail(FailPlan::call("cuStreamQuery", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
         allocator.trim(0).unwrap();

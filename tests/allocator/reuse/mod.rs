@@ -1,4 +1,4 @@
-//! When freed memory is handed out again: on its own stream at once, on others in order.
+//! When freed memory is reused: on its own stream immediately, on others in order.
 
 mod adopted;
 mod at_once;

@@ -5,7 +5,7 @@ use cualloc::allocator::BlockState;
 
 /// Bytes of a page, and of a block that fills one.
 const PAGE: usize = 64 * KIB;
-/// Pages in the memory that is added at once.
+/// Pages in the memory that one growth adds.
 const STEP: usize = 2 * MIB / PAGE;
 
 fn pages(allocator: &Allocator, stream: &Stream, count: usize) -> Vec<Block> {
@@ -24,7 +24,7 @@ fn held_back_blocks_are_used_before_growth() {
     only(Policy::Packed, |rig| {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(KIB, &b).unwrap());
-        // More than half of what is added at once, and less than a full batch.
+        // More than half of what one growth adds, and less than a full batch.
         for _ in 0..4 {
             let block = |_| allocator.allocate(PAGE / 2, &a).unwrap();
             let blocks: Vec<Block> = (0..STEP + STEP / 4).map(block).collect();
@@ -142,7 +142,7 @@ fn returned_blocks_are_shown_free() {
     only(Policy::Packed, |rig| {
         let (allocator, [a, b]) = rig.scene();
         drop(allocator.allocate(512, &b).unwrap());
-        // As many as a stream cache gives to the heap at once.
+        // As many as a stream cache returns to the heap in one step.
         let blocks: Vec<_> = allocator.allocate_blocks(512, 512, &a);
         for block in &blocks {
             block.record_stream(&b).unwrap();

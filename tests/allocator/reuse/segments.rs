@@ -4,7 +4,7 @@ use crate::common::prelude::*;
 
 const SEGMENT: usize = 30 * MIB;
 
-/// On a driver whose `cuMemFree` is no wait that anybody may rely on.
+/// On a driver whose `cuMemFree` does not guarantee to wait.
 fn classic(test: impl Fn(&Rig)) {
     let mut config = SimConfig::with_devices(1, 8 << 30);
     config.strict_free = true;

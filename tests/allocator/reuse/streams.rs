@@ -216,7 +216,7 @@ fn ends_behind_the_free(
         return;
     };
     let allocator = rig.allocator_with(config);
-    // With a second stream, what is freed gets a marker at once.
+    // With a second stream, a free gets a marker immediately.
     let second = rig.stream();
     drop(allocator.allocate(KIB, &second).unwrap());
     let foreign = RawStream::new(&rig);

@@ -7,7 +7,7 @@ use super::late::{BLOCK, covers_no_later_free};
 use super::waits;
 use crate::common::prelude::*;
 
-/// More than are marked at once.
+/// More than get a marker immediately.
 const BATCHES: u64 = 600;
 
 fn records(rig: &Rig) -> u64 {
@@ -119,7 +119,7 @@ fn memory_freed_by_a_lone_stream_is_queried() {
     });
 }
 
-/// A request that fails may have seen its stream idle on the way: what was freed there is everybody's.
+/// A request that fails may have found its stream idle: then memory that was freed there is available to all streams.
 #[test]
 fn a_failed_request_still_frees_complete_memory() {
     each(|rig| {
@@ -199,7 +199,7 @@ fn streams_that_are_behind_are_marked_immediately() {
         let (allocator, [a, b]) = rig.scene_limit(4 * BLOCK);
         drop(allocator.allocate(512, &b).unwrap());
         let hold = rig.hold(&a);
-        // More than are marked at once, and fewer than after which the other stream rests.
+        // More than get a marker immediately, and fewer than make the other stream inactive.
         for at in 0..BATCHES as usize + 256 {
             drop(allocator.allocate((1 + at % 3) * MIB, &a).unwrap());
         }
@@ -230,7 +230,7 @@ fn idle_streams_are_trimmed_without_a_marker() {
 
 /// R23: a stream that was idle a moment ago says nothing of a block that was used and freed since.
 #[test]
-fn r23_an_idle_stream_covers_no_free_that_came_after_the_question() {
+fn r23_an_idle_stream_covers_no_free_that_came_after_the_query() {
     covers_no_later_free(
         "cuStreamQuery",
         |allocator, [a, b]| unasked(allocator, a, b),

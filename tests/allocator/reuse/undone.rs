@@ -1,4 +1,4 @@
-//! Steps that fail after they began: memory is what it was before, to everybody.
+//! Steps that fail after they began: memory is available to the same streams as before.
 
 use std::cell::Cell;
 
@@ -25,7 +25,7 @@ fn beside_pending<'a>(rig: &'a Rig, [a, b]: [&Stream; 2]) -> (Allocator, u64, Bl
     (allocator, at, wall, hold)
 }
 
-/// Whether something that a stream may have at once lies in the memory in use.
+/// Whether memory that a stream may use without a wait lies within the memory in use.
 fn hands_out(allocator: &Allocator, stream: &Stream, at: u64) -> bool {
     let got = allocator.allocate_with(Request::new(MIB).cached_only(), stream);
     assert_matches!(got, Ok(_) | Err(Error::NotCached));
@@ -68,8 +68,8 @@ fn d1_a_failed_growth_keeps_the_uses_of_adjacent_memory() {
     }
 }
 
-/// D1: what lies before the aligned block of a growth is the asking stream's, behind its wait: no third
-/// stream has it at once.
+/// D1: the gap before the aligned block of a growth belongs to the requesting stream, behind its wait: no third stream
+/// gets it without a wait.
 #[test]
 fn d1_the_gap_before_a_grown_block_follows_its_stream() {
     only(Policy::Packed, |rig| {

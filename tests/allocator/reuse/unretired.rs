@@ -1,4 +1,4 @@
-//! Raw streams whose owners destroy them without a word, where the program says so.
+//! Raw streams that are destroyed without retirement, if the settings allow that.
 
 use crate::common::prelude::*;
 
@@ -9,8 +9,8 @@ fn config() -> Config {
 /// Sizes that caches of small and of large blocks keep, and the heap alone.
 const SIZES: [usize; 5] = [KIB, 24 * KIB, 3 * MIB, 12 * MIB, 40 * MIB];
 
-/// Nothing of a free asks or marks the stream, whatever is freed, and however much: the simulator refuses handles of
-/// streams that are gone.
+/// A free never queries or marks the stream, whatever is freed and however much: the simulator rejects handles of
+/// destroyed streams.
 #[test]
 fn blocks_are_freed_after_their_stream_was_destroyed() {
     each(|rig| {
@@ -69,7 +69,8 @@ fn memory_of_a_destroyed_stream_waits_for_its_work() {
     });
 }
 
-/// A stream that goes on is marked by calls that name it, so that its memory is everybody's without a wait.
+/// A stream that is used further is marked by calls that name it, so that its memory becomes available to all streams
+/// without a wait.
 #[test]
 fn a_stream_that_is_named_again_is_marked_then() {
     only(Policy::Packed, |rig| {

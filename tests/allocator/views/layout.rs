@@ -117,8 +117,8 @@ fn a_view_is_extended() {
     });
 }
 
-/// A long run is found again wherever it lies in a view: also in what was mapped behind the view later. Nothing is looked
-/// for in a view that is gone.
+/// A long run is found again wherever it lies in a view: also in what was mapped behind the view later. A view that was
+/// removed is not searched.
 #[test]
 fn a_long_run_in_a_view_is_found_again() {
     packed(|rig| {
@@ -169,7 +169,7 @@ fn blocks_in_views_are_aligned() {
     });
 }
 
-/// Without views scattered memory is given back, and taken anew in one piece.
+/// Without views, scattered memory is released, and obtained again in one piece.
 #[test]
 fn views_can_be_turned_off() {
     packed(|rig| {

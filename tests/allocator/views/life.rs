@@ -180,7 +180,7 @@ fn a_trim_to_more_than_is_held_keeps_views() {
     });
 }
 
-/// A stream that used a view and is gone does not keep it: its last marker is its last use.
+/// A retired stream that used a view does not keep the view: its last marker is its last use.
 #[test]
 fn r24_a_retired_stream_does_not_keep_a_view() {
     packed(|rig| {

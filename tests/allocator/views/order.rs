@@ -108,7 +108,7 @@ fn a_stitch_prefers_complete_memory() {
 
 /// Two owners of one page, each through an address and on a stream of its own, at the same time.
 #[test]
-fn neighbours_in_a_page_do_not_meet() {
+fn neighbours_in_a_page_do_not_race() {
     packed(|rig| {
         let [a, b] = rig.streams();
         let (allocator, kept) = scattered(rig, 2, &a);

@@ -84,7 +84,7 @@ impl World {
             sim,
         } = self;
         sim.complete_all();
-        // A driver's pool that is gone keeps its memory until the host has seen its last work.
+        // A destroyed pool of the driver keeps its memory until the host has observed the completion of its last work.
         let synchronised = context.enter().and_then(|entered| entered.synchronize());
         synchronised.map_err(|e| format!("{at}: {e}"))?;
         drop((alloc, context, driver));
@@ -211,8 +211,8 @@ fn judge_fault(
     world.end(at, &lost)
 }
 
-/// Blocks of the driver's pools that could not go are kept for the whole process, and the next call tries
-/// to free them: two sweeps at once would meet each other's.
+/// Blocks of the driver's pools that could not be freed are kept for the whole process, and the next call tries to free
+/// them: two concurrent sweeps would free each other's.
 static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 fn sweep(mode: Mode, fault: &Fault) {
@@ -282,19 +282,19 @@ fn r2_one_call_without_memory_loses_nothing() {
 
 /// R2
 #[test]
-fn r2_two_failing_calls_in_a_row_spoil_nothing() {
+fn r2_two_failing_calls_in_a_row_corrupt_nothing() {
     sweep(Mode::Manual, &Fault { times: 2, ..ONCE });
 }
 
 /// R2
 #[test]
-fn r2_a_driver_that_refuses_for_ever_spoils_nothing() {
+fn r2_a_driver_that_always_refuses_corrupts_nothing() {
     let times = u64::MAX;
     sweep(Mode::Manual, &Fault { times, ..ONCE });
 }
 
 #[test]
-fn fatal_codes_are_borne() {
+fn fatal_codes_are_handled() {
     let code = sys::CUresult::CUDA_ERROR_LAUNCH_FAILED;
     for executed in [false, true] {
         sweep(

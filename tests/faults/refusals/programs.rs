@@ -49,7 +49,7 @@ fn work(context: &Context, ptr: u64, bytes: usize, stream: &Stream) -> Outcome {
     Ok(submitted?)
 }
 
-/// Lets a stream wait for what another was given.
+/// Makes a stream wait for the work of another one.
 fn follow(w: &World, earlier: &Stream, later: &Stream) -> Outcome {
     let event = w.context.enter()?.create_event()?;
     event.record(earlier)?;

@@ -287,7 +287,7 @@ fn read<T: Copy>(out: *const T) -> T {
 
 /// Nodes that a call passes.
 fn nodes(list: *const CUgraphNode, count: usize) -> Vec<u64> {
-    // SAFETY: the call went well, so there are so many.
+    // SAFETY: the call succeeded, so the array has this many elements.
     (0..count)
         .map(|at| unsafe { *list.add(at) } as u64)
         .collect()

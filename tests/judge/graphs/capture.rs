@@ -23,7 +23,7 @@ pub(super) struct Capture {
     pub group: usize,
     main: usize,
     joined: Vec<usize>,
-    /// By which it gets memory. Once it was left, the capture gets no more, and others may have what it freed.
+    /// By which it gets memory. Once it was left, the capture gets no more memory, and others may get what it freed.
     scope: Option<PoolScope>,
     left: bool,
     used: Vec<Used>,
@@ -169,7 +169,7 @@ impl Scene<'_> {
 
     fn free_in(&mut self, held: Held) {
         let ptr = held.block.ptr();
-        // Whoever has the address next is another block.
+        // The next block at the address is another one.
         for capture in &mut self.captures {
             capture.used.retain(|used| used.ptr != ptr);
         }

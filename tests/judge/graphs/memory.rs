@@ -195,7 +195,7 @@ impl Scene<'_> {
         Ok(())
     }
 
-    /// Comes back to an earlier time, if the pool lets it.
+    /// Restores an earlier checkpoint, if the pool allows it.
     pub(super) fn restore(&mut self) -> Done {
         let Some(group) = self.group() else {
             return Ok(());

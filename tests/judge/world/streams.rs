@@ -40,7 +40,7 @@ impl World {
         }
     }
 
-    /// Every allocator is told that the handle will be used no more. Says whether all of them agreed.
+    /// Retires the stream at every allocator. Says whether all of them agreed.
     pub fn retire_lane(&mut self, lane: usize) -> Result<bool, String> {
         let mut agreed = true;
         for slot in 0..self.slots.len() {
@@ -79,7 +79,7 @@ impl World {
         self.retire_lane(lane).map(drop)
     }
 
-    /// The program lets a stream go: a handle is destroyed once it was retired.
+    /// The program ends its use of a stream: the handle is destroyed once it was retired.
     pub fn leave(&mut self, lane: usize) -> Done {
         let it = &self.lanes[lane];
         if !it.alive || it.capturing.is_some() || it.special || !self.places[it.place].alive {

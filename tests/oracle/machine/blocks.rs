@@ -39,7 +39,7 @@ impl Machine<'_> {
                 Ok((unsafe { self.alloc.allocate_raw(bytes, *handle) }?, None))
             }
             Handle::Raw(handle) | Handle::Special(handle) => {
-                // SAFETY: as above; the result goes at once.
+                // SAFETY: as above; the result is dropped immediately.
                 let stream = unsafe { Stream::from_raw(&self.context, *handle) }?;
                 let block = self
                     .alloc

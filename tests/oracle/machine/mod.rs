@@ -96,7 +96,7 @@ pub struct Machine<'a> {
     context: Context,
     alloc: Allocator,
     lanes: Vec<Lane>,
-    /// The last event of each stream that is gone.
+    /// The last event of each destroyed stream.
     finals: HashMap<usize, Event>,
     blocks: Vec<Held>,
     freed: Vec<u64>,

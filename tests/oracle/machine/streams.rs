@@ -96,7 +96,7 @@ impl Machine<'_> {
             for _ in 0..2 {
                 let result = match &self.lanes[at].handle {
                     Handle::Owned(stream) => self.alloc.retire(stream),
-                    // SAFETY: a live stream; the program gives it no more work.
+                    // SAFETY: the stream is live, and gets no more work.
                     _ => unsafe { self.alloc.retire_raw(raw) },
                 };
                 match result {

@@ -104,7 +104,7 @@ fn d2_no_block_bypasses_the_layer_that_tracks_its_uses() {
     }
 }
 
-/// D2: the same of small blocks, which their stream cache could take back at once.
+/// D2: the same for small blocks, which their stream cache could take back immediately.
 #[test]
 fn d2_small_blocks_do_not_bypass_it_either() {
     let world = World::new(Mode::Instant, false);
@@ -361,7 +361,7 @@ fn s4_streams_of_another_driver_are_refused() {
     a.check().unwrap();
 }
 
-/// D9: whatever lock a thread of the parent holds, a child is answered at once.
+/// D9: whatever lock a thread of the parent holds, calls in a child return immediately.
 #[cfg(unix)]
 #[test]
 fn d9_children_of_busy_threads_do_not_hang() {

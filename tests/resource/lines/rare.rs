@@ -214,8 +214,8 @@ fn a_use_counts_until_the_free_where_its_end_cannot_be_marked() {
     });
 }
 
-/// On the thread of the use its handle means that stream still: no wait for the whole context, which
-/// would spoil what captures there.
+/// On the thread of the use, the handle still means that stream: no wait for the whole context is made, which would
+/// invalidate captures there.
 #[test]
 fn a_stream_that_could_not_be_queried_is_waited_for_by_an_event() {
     packed(|rig| {

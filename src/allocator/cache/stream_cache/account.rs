@@ -102,7 +102,7 @@ impl Level {
         let (below, passed) = self.below.overflowing_sub(amount);
         self.below = below;
         if passed {
-            let level = anew(self);
+            let level = reload(self);
             level.peak = level.peak.wrapping_sub(level.below);
             level.below = 0;
         }
@@ -166,7 +166,7 @@ impl Gauge {
 /// Makes the compiler read the value from memory, so that the common path needs no register for it, and keeps later
 /// code out of that path.
 #[inline(always)]
-pub(super) fn anew<T>(value: &mut T) -> &mut T {
+pub(super) fn reload<T>(value: &mut T) -> &mut T {
     cold_path();
     std::hint::black_box(value)
 }

@@ -102,7 +102,7 @@ impl Inner {
     }
 
     /// Whether a poll of the other streams is due.
-    pub(crate) fn asks(&mut self) -> bool {
+    pub(crate) fn take_poll_due(&mut self) -> bool {
         if self.waiting == 0 && self.pending_bytes() < PENDING_BYTES {
             return false;
         }
@@ -112,7 +112,7 @@ impl Inner {
     }
 
     /// Records a poll: after an unsuccessful one, more requests pass before the next.
-    pub(crate) fn asked(&mut self, freed: bool) {
+    pub(crate) fn record_poll(&mut self, freed: bool) {
         self.next_skips = match freed {
             true => 0,
             false => (2 * self.next_skips + 1).min(MOST_SKIPS),

@@ -218,11 +218,11 @@ pub(crate) enum Life {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Freed {
     Done,
-    /// Done, and a page can be returned.
+    /// The block is freed, and a page can be returned.
     Page,
-    /// Done, and the batch for this stream is full.
+    /// The block is freed, and the batch for this stream is full.
     Full(u32),
-    /// Nothing is done yet: the free needs the heap.
+    /// The block is not freed yet: the free needs the heap.
     NeedsHeap,
     /// There is no such live block.
     NotLive,
@@ -462,7 +462,7 @@ impl Inner {
     /// Returns the stream handle to query for captures before a block is freed, if the handle suffices. The query is
     /// counted in [`asking`](Self::asking) until it has returned.
     #[inline(always)]
-    pub(crate) fn ask_for(&mut self, node: Node, life: Life) -> Option<usize> {
+    pub(crate) fn begin_query(&mut self, node: Node, life: Life) -> Option<usize> {
         // A block with an owner is live, so its stream is known.
         let live = matches!(life, Life::Generation(_)) || self.live_in(node, life).is_some();
         if !live || self.raw == 0 {
@@ -512,7 +512,7 @@ impl Inner {
     }
 
     /// Whether the stream cache has allocated nothing since the last call, including from its large-block cache.
-    pub(crate) fn take_quiet(&mut self) -> bool {
+    pub(crate) fn was_idle(&mut self) -> bool {
         let total = self.runs.accounts.blocks.total() + self.large_cache.reused().blocks;
         std::mem::replace(&mut self.asked_at, total) == total
     }

@@ -212,7 +212,7 @@ impl PageTable {
         thread::prefetch_for_free();
         if let Some((cache, node)) = self.find_node(ptr)
             && self.fast_id() != 0
-            && cache.now().is_quiet()
+            && cache.now().is_normal()
             && let Some(mut inner) = cache.try_lock()
         {
             // Looked up once for both calls.

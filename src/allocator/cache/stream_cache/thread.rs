@@ -168,7 +168,7 @@ fn find_further(memory: &Memory, raw: usize) -> Known {
         return Known::Nothing;
     };
     if let Known::Lasting(cache) | Known::Passing(cache) = found {
-        memory.bring_forward(number, cache);
+        memory.move_to_front(number, cache);
     }
     found
 }
@@ -180,7 +180,7 @@ fn place(raw: usize) -> usize {
 
 impl Memory {
     /// Makes it the first recent entry. The last entry is dropped, unless this one was among them.
-    fn bring_forward(&self, number: usize, cache: &'static StreamCache) {
+    fn move_to_front(&self, number: usize, cache: &'static StreamCache) {
         let mut entry = (number, Some(cache));
         for place in &self.recent {
             entry = place.replace(entry);
@@ -207,9 +207,9 @@ pub(crate) fn remember_handle(cache: &'static StreamCache) {
 
 /// Lets the next call of this thread with this handle, which may be reused, find the stream cache.
 #[inline(always)]
-pub(crate) fn remember_asked(raw: usize, cache: &'static StreamCache) {
+pub(crate) fn remember_reusable(raw: usize, cache: &'static StreamCache) {
     match cache.handle() {
-        0 if !is_first(raw ^ PASSING, cache) => bring_passing_forward(raw, cache),
+        0 if !is_first(raw ^ PASSING, cache) => move_reusable_to_front(raw, cache),
         0 => {}
         _ => remember_handle(cache),
     }
@@ -222,22 +222,22 @@ fn is_first(number: usize, cache: &StreamCache) -> bool {
     known == number && first.is_some_and(|first| ptr::eq(first, cache))
 }
 
-/// [`remember_asked`], if this thread has used another stream cache for the stream since.
-pub(crate) fn remember_anew(raw: usize, key: u64) {
+/// [`remember_reusable`], if this thread has used another stream cache for the stream since.
+pub(crate) fn refresh_reusable(raw: usize, key: u64) {
     if let Some(cache) = find(key) {
-        remember_asked(raw, cache);
+        remember_reusable(raw, cache);
     }
 }
 
 #[inline(never)]
-fn bring_passing_forward(raw: usize, cache: &'static StreamCache) {
-    MEMORY.with(|memory| memory.bring_forward(raw ^ PASSING, cache));
+fn move_reusable_to_front(raw: usize, cache: &'static StreamCache) {
+    MEMORY.with(|memory| memory.move_to_front(raw ^ PASSING, cache));
 }
 
 #[inline(never)]
 fn keep(raw: usize, cache: &'static StreamCache) {
     MEMORY.with(|memory| {
-        memory.bring_forward(raw, cache);
+        memory.move_to_front(raw, cache);
         memory.by_handle[place(raw)].set((raw, Some(cache)));
     });
 }
@@ -353,18 +353,19 @@ mod tests {
         let known = caches::<2>();
         let raw = 0x7100_0000;
         assert!(passing(raw).is_none());
-        remember_asked(raw, one);
+        remember_reusable(raw, one);
         assert!(is(passing(raw), one) && find_first(raw).is_none());
-        // After two others, and with another stream cache in its place.
+        // It is found after calls with two other handles, and after another stream cache has taken the place of its
+        // own.
         for (raw, cache) in known {
             assert!(is(lasting(raw), cache));
         }
         assert!(is(passing(raw), one) && is(passing(raw), one));
-        remember_asked(raw, other);
+        remember_reusable(raw, other);
         assert!(is(passing(raw), other));
-        // The handle stays valid from now on, and is not known as anything else.
+        // From now on the handle stays valid, and is no longer known as one that may be reused.
         other.set_handle(raw);
-        remember_asked(raw, other);
+        remember_reusable(raw, other);
         assert!(is(lasting(raw), other) && passing(raw).is_none());
         forget(7, other);
         assert!(matches!(find_handle(raw), Known::Nothing));

@@ -83,7 +83,7 @@ fn streams_without_a_number_are_distinguished() {
     let context = simulator.driver().unwrap().context(0).unwrap();
     let allocator = Allocator::with_config(&context, Config::new()).unwrap();
     {
-        // These slots stand for streams with numbers, and none is used again.
+        // These slots use up the numbers of streams in records. No stream uses one of them later.
         let mut heap = allocator.engine().lock();
         let kept = Holder::Kept(crate::driver::Stream::legacy(&context));
         let (first, most) = (heap.streams.slots().end, u32::from(UNNUMBERED));
@@ -151,7 +151,7 @@ fn a_refused_recording_replaces_no_file() {
     let running = Running::begin(Target::Mapped(&path), 0).unwrap();
     let file = || std::fs::metadata(&path).unwrap().ino();
     let before = file();
-    // The state that `stop` has reached when another thread begins.
+    // `stop` has come this far when another thread begins a recording.
     running.session.end();
     let refused = Running::begin(Target::Mapped(&path), 0);
     assert!(matches!(refused, Err(Refusal::Busy)));

@@ -93,7 +93,7 @@ pub(crate) fn free(
         if !capture.left.is_empty() {
             return None;
         }
-        let seen = capture.order.seen(stream);
+        let seen = capture.order.last_nodes(stream);
         let tag = Tag {
             marks: Few::from([Mark {
                 capture: info.id,

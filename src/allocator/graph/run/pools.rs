@@ -89,7 +89,7 @@ pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restora
 /// Returns an event behind all work that a user's stream has been given; `None` if the stream may be gone. Fails with
 /// [`GraphPoolError::NotComplete`] if the stream is capturing; `bytes` is for that error.
 fn end_of_use(engine: &Engine, user: &User, bytes: u64) -> Result<Option<Pooled>, Error> {
-    if streams::may_be_gone(engine, user) {
+    if streams::must_not_be_used(engine, user) {
         return Ok(None);
     }
     match streams::capture_of(engine, user) {
@@ -226,7 +226,7 @@ fn move_idle(
         let claimed = plan::release::plan(&mut heap, &arenas, missing, room);
         let bytes: u64 = claimed.iter().map(|release| release.bytes).sum();
         if bytes < missing.saturating_sub(room) {
-            // It would not suffice, and it is more useful where it is.
+            // The claimed memory would not suffice for the pool, so it stays with the allocator.
             claimed
                 .into_iter()
                 .for_each(|release| plan::release::revert(&mut heap, release));

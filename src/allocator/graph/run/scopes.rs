@@ -27,7 +27,7 @@ pub(crate) fn enter(engine: &Engine, pool: u64, kind: Kind) -> Result<u64, Error
         let mut heap = engine.open()?;
         refuse_released(&heap.graphs, pool)?;
         heap.empty_large_caches();
-        heap.streams.kept_uncovered()
+        heap.streams.kept_without_marker()
     };
     // Once a stream captures, only an earlier marker shows when memory that was freed on it before is idle.
     engine.mark_all(uncovered);

@@ -209,7 +209,7 @@ pub(crate) fn advance_from<T>(
 
 /// Whether a stream that the current call does not name must not be used: its owner may have destroyed it, or its
 /// context is distrusted.
-pub(crate) fn may_be_gone(engine: &Engine, user: &User) -> bool {
+pub(crate) fn must_not_be_used(engine: &Engine, user: &User) -> bool {
     let streams = &engine.lock().streams;
     let known = streams.find(user.key);
     let raw = user.stream.is_none() && user.raw > 2;

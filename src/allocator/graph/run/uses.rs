@@ -124,7 +124,7 @@ fn last_use(
     uses: &mut LastUses,
 ) -> Result<(), Error> {
     if asked.is_none()
-        && streams::may_be_gone(engine, user)
+        && streams::must_not_be_used(engine, user)
         && !engine.lock().graphs.serves_capture_of(user, pool)
     {
         uses.unqueried = true;
@@ -170,7 +170,7 @@ fn last_use(
     let reached = |capture: &Capture, stream| UsePoint {
         capture: info.id,
         number: capture.number,
-        seen: capture.order.seen(stream),
+        seen: capture.order.last_nodes(stream),
     };
     uses.captured
         .push(streams::advance(engine, user, &info, reached)?);

@@ -241,7 +241,7 @@ impl Tracker {
         self.live.insert(start, block);
     }
 
-    /// A block is being freed: the program uses it no more.
+    /// A block is being freed: the program does not use it any more.
     pub fn freed(&mut self, start: u64) -> Option<Block> {
         let block = self.live.remove(&start)?;
         for (from, _) in &block.parts {

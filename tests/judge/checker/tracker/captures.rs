@@ -48,7 +48,7 @@ fn ask(real: &CuFunctions, stream: CUstream) -> Option<(u64, Option<u64>)> {
     if code != CUresult::CUDA_SUCCESS || graph.is_null() {
         return None;
     }
-    // SAFETY: so many nodes, until the next call about the stream.
+    // SAFETY: the array has this many nodes, and is valid until the next call for the stream.
     let node = (count == 1).then(|| unsafe { *nodes } as u64);
     Some((graph as u64, node))
 }

@@ -1,5 +1,5 @@
-//! Graphs, the executables made of them, their launches, and user objects, by which the driver tells that all of these
-//! are gone.
+//! Graphs, the executables made of them, their launches, and user objects, by which the driver reports that none of
+//! these is left.
 
 use cualloc::driver::sys::*;
 
@@ -240,7 +240,7 @@ impl Tracker {
         }
     }
 
-    /// The driver calls an object's function: whatever held it is gone, and its launches are complete.
+    /// The driver calls an object's function: no holder of it is left, and their launches are complete.
     pub fn object_over(&mut self, token: u64) {
         if let Some(gone) = self.objects.remove(&token) {
             for clock in &gone.launches {
