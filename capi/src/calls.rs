@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_inside_a_call_has_a_word_of_its_own() {
+    fn a_nested_call_has_its_own_word() {
         let outer = announce_any(0x7777_0002);
         assert!(inside());
         assert!(announce(0x7777_0003).is_none());

@@ -90,7 +90,7 @@ pub(crate) fn primary(driver: &Driver, device: i32) -> Result<Context, Failure> 
 ///
 /// # Safety
 /// A non-null context is alive, and the context (given or current) outlives the result and its clones.
-pub(crate) unsafe fn given(driver: &Driver, context: *mut c_void) -> Result<Context, Failure> {
+pub(crate) unsafe fn context_of(driver: &Driver, context: *mut c_void) -> Result<Context, Failure> {
     let found = match context.is_null() {
         // SAFETY: the caller's contract.
         true => unsafe { Context::current(driver) },

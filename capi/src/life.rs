@@ -107,7 +107,7 @@ pub unsafe extern "C" fn cualloc_create_in(
         let options = options::find(options)?;
         let config = options.config()?;
         // SAFETY: the caller's contract; a context destroyed later is detected when it is entered.
-        let context = unsafe { device::given(&options.source.driver()?, cu_context) }?;
+        let context = unsafe { device::context_of(&options.source.driver()?, cu_context) }?;
         handles::add(Allocator::with_config(&context, config)?)
     };
     // SAFETY: the caller's contract.

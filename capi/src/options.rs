@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_can_be_set_by_the_way() {
+    fn one_call_sets_one_option() {
         for (key, value) in [
             ("limit", "1G,tune.views=off"),
             ("limit=1G,views", "off"),

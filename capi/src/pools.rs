@@ -163,7 +163,7 @@ pub unsafe extern "C" fn cualloc_pool_enter(
     scope: *mut u64,
 ) -> i32 {
     // SAFETY: the caller's contract.
-    unsafe { give(scope, || enter(pool, &stats::given(which)?)) }
+    unsafe { give(scope, || enter(pool, &stats::read_struct(which)?)) }
 }
 
 /// Opens a scope and returns its number.

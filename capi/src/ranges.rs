@@ -103,7 +103,7 @@ pub unsafe extern "C" fn cualloc_range_create(
         let mut made = RangeOptions::new();
         if !options.is_null() {
             // SAFETY: the caller's contract.
-            let given: cualloc_range_options_t = unsafe { stats::given(options) }?;
+            let given: cualloc_range_options_t = unsafe { stats::read_struct(options) }?;
             made = made.granule(given.granule);
             made = made.stripes(given.stripes, given.stripe_stride);
             if !given.tag.is_null() {
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn cualloc_range_create(
 }
 
 /// Gives memory to all granules that overlap bytes from offset on; granules with memory stay as they are. The contents
-/// of new memory are undefined. It may be used on the stream from here on, and on streams ordered after it.
+/// of new memory are undefined. The memory may be used on the stream from here on, and on streams ordered after it.
 ///
 /// Idle memory of the allocator in pieces of the granule's size is used first; the rest comes from the driver. If that
 /// is too little, the call makes room as an allocation does. On a stream that is being captured it waits for nothing and

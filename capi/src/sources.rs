@@ -81,7 +81,7 @@ impl Drop for Source {
 /// As [`cualloc_pool_create_over`].
 pub(crate) unsafe fn kind_of(source: *const cualloc_source_t) -> Result<PoolKind, Failure> {
     // SAFETY: the caller's contract.
-    let given: cualloc_source_t = unsafe { stats::given(source) }?;
+    let given: cualloc_source_t = unsafe { stats::read_struct(source) }?;
     let (Some(alloc), Some(free)) = (given.alloc, given.free_segment) else {
         return Err(NULL);
     };

@@ -208,7 +208,7 @@ pub(crate) unsafe fn write<T>(figures: &T, out: *mut T, room: usize) {
 ///
 /// # Safety
 /// `from` is null, or points to as many bytes as its size field states.
-pub(crate) unsafe fn given<T: Copy>(from: *const T) -> Result<T, Failure> {
+pub(crate) unsafe fn read_struct<T: Copy>(from: *const T) -> Result<T, Failure> {
     // SAFETY: the caller's contract.
     let room = unsafe { room(from) }?;
     if room < size_of::<T>() - size_of::<usize>() {

@@ -133,7 +133,7 @@ fn a_context_with_the_handle_of_a_dead_one_is_left_alone() {
 }
 
 #[test]
-fn a_context_that_dies_first_is_lost_and_left_alone() {
+fn a_context_destroyed_first_is_lost_and_not_used() {
     let (_one, simulator, driver) = world();
     let (raw, allocator) = in_own_context(simulator);
     let (_, ptr) = alloc(allocator, 8 << 20, null_mut());
@@ -389,7 +389,7 @@ fn a_destroy_inside_a_call_is_refused() {
 
 /// What calls the driver or logs may call back, and holds no lock of this library.
 #[test]
-fn nothing_is_made_under_a_lock() {
+fn no_callback_runs_under_a_lock() {
     let (_one, simulator, _) = world();
     shared_is_simulated();
     let (mut shared, asked) = (null_mut(), Asked::default());
@@ -444,7 +444,7 @@ fn footprint(pool: *mut cualloc_pool_t) -> (i32, cualloc_footprint_t) {
 }
 
 #[test]
-fn pools_of_a_context_that_dies_first_are_left_alone() {
+fn pools_of_a_context_destroyed_first_are_not_used() {
     let (_one, simulator, driver) = world();
     let (raw, allocator) = in_own_context(simulator);
     let (mut pool, mut scope, mut told) = (null_mut(), 0, 0_u32);

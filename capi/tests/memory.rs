@@ -1,4 +1,4 @@
-//! Calls that are refused take no memory of the host: a program that has none left still gets its answers.
+//! Calls that are refused allocate no host memory: they return their errors to a program that has none left.
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[path = "../../tests/common/watchdog.rs"]

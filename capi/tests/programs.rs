@@ -15,7 +15,7 @@ mod tools;
 mod watchdog;
 use tools::{checked, has, libraries, run, source};
 
-/// A folder of its own for what a test builds.
+/// A separate folder for the files that a test builds.
 fn folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     fs::create_dir_all(&folder).unwrap();
@@ -104,12 +104,12 @@ fn simulated_driver() -> Option<PathBuf> {
     Some(driver)
 }
 
-/// Runs a program to its end, under the checker that was asked for.
+/// Runs a program to its end, under the selected checker.
 fn ends_well(program: &Path, arguments: &[&str]) {
     assert!(run(&mut checked_command(program, arguments)).ends_with("well\n"));
 }
 
-/// A program under the checker that was asked for.
+/// The command that runs a program under the selected checker.
 fn checked_command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = match checked().as_str() {
         "valgrind" => {
@@ -134,7 +134,7 @@ fn checked_command(program: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Under valgrind a round takes as long as a hundred else.
+/// Under valgrind a round takes a hundred times as long.
 fn rounds(plain: &'static str) -> &'static str {
     match checked().as_str() {
         "" => plain,
@@ -245,7 +245,7 @@ fn a_forked_child_gets_an_answer() {
     program("c11", "forked.c", Linked::Shared, &[]);
 }
 
-/// No checker: the driver is read where its thread stands still on purpose.
+/// Runs without a checker, because a thread of the driver is blocked on purpose.
 #[test]
 fn a_child_forked_while_a_thread_is_in_the_simulated_driver_may_exit() {
     let Some(driver) = simulated_driver() else {

@@ -358,7 +358,7 @@ impl Driver {
     pub(super) fn failed(&self, call: Call, code: CUresult) -> DriverError {
         let error = DriverError::new(name_of(call), code);
         if error.loses_driver() && !self.0.state.lost.swap(true, Ordering::Relaxed) {
-            lines::say(
+            lines::log(
                 Level::Error,
                 module_path!(),
                 format_args!("the CUDA driver's contexts are lost: {error}"),
@@ -384,7 +384,7 @@ impl Driver {
             true => (Level::Debug, ""),
             false => (Level::Warn, " (later failures are logged at debug)"),
         };
-        lines::say(
+        lines::log(
             level,
             module_path!(),
             format_args!("{what} was not released: {error}{more}"),

@@ -30,7 +30,7 @@ pub enum ConfigError {
     #[error("the environment variable CUALLOC_CONFIG is not Unicode")]
     NotUnicode,
     /// More devices of a simulator than the 64 that are possible.
-    #[error("{count} devices asked for, at most 64 are possible")]
+    #[error("expected at most 64 devices, found {count}")]
     TooManyDevices { count: usize },
     /// The granularity of a simulated device is not a power of two, or below 4 KiB.
     #[error("granularity {granularity} of device {device} is not a power of two of at least 4096")]

@@ -18,7 +18,7 @@ thread_local! {
     static KEPT: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// Keeps the lines that the calling thread [logs](say), and writes them when it is dropped. It must be declared before
+/// Keeps the lines that the calling thread [logs](log), and writes them when it is dropped. It must be declared before
 /// the use that others wait for, so that it is dropped after it.
 #[derive(Debug)]
 #[must_use]
@@ -45,7 +45,7 @@ impl Drop for KeptLines {
 }
 
 /// Logs a line, delayed if the thread has [`KeptLines`].
-pub(crate) fn say(level: Level, target: &'static str, what: fmt::Arguments<'_>) {
+pub(crate) fn log(level: Level, target: &'static str, what: fmt::Arguments<'_>) {
     if KEEPERS.get() == 0 {
         return log::log!(target: target, level, "{what}");
     }

@@ -292,7 +292,7 @@ impl State {
             self.silent = false;
         }
         if fault.sticky {
-            self.lose_current(fault.code);
+            self.lose_current_context(fault.code);
         }
         fail(fault.code)
     }
@@ -377,7 +377,7 @@ impl State {
     }
 
     /// [`lose`](State::lose) for the calling thread's context, or, without one, for all live contexts.
-    fn lose_current(&mut self, code: CUresult) {
+    fn lose_current_context(&mut self, code: CUresult) {
         match self.threads[self.thread].current {
             Some(ctx) => self.lose(ctx, code),
             None => {

@@ -204,7 +204,7 @@ fn a_request_without_addresses_reports_that() {
     });
 }
 
-/// Before it fails for want of addresses a request waits for work, and gives free memory back for longer holes.
+/// Before a request fails for lack of addresses, it waits for work, and releases free memory to obtain longer holes.
 #[test]
 fn memory_that_stands_in_the_way_of_addresses_makes_room() {
     only_simulated_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig, _| {
@@ -224,7 +224,7 @@ fn memory_that_stands_in_the_way_of_addresses_makes_room() {
     });
 }
 
-/// Small blocks have addresses of their own. Without any they lie where large ones do, if there is room.
+/// Small blocks have a separate arena. If it has no addresses, they are placed among large blocks, if there is room.
 #[test]
 fn small_blocks_that_lack_addresses_lie_beside_large_ones() {
     only_simulated_on(Policy::Packed, cramped(512 << 20, 512 << 20), |rig, _| {

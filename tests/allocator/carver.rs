@@ -80,7 +80,7 @@ fn s1_15_the_carving_core_serves_an_external_provider() {
     assert!(carver.snapshot().is_empty());
 }
 
-/// S1.6, S1.7, S1.45: the search of the carving core to the letter, and its refusals.
+/// S1.6, S1.7, S1.45: the search of the carving core in detail, and its errors.
 #[test]
 fn s1_6_s1_7_s1_45_carver_finds_and_refuses() {
     let mut carver = Carver::new();

@@ -22,7 +22,7 @@ fn row<const N: usize>(allocator: &Allocator, stream: &Stream, sizes: [usize; N]
     blocks
 }
 
-/// S1.1, S1.3, S1.4: what the driver is asked for.
+/// S1.1, S1.3, S1.4: the sizes that are requested from the driver.
 #[test]
 fn s1_1_s1_3_s1_4_segments_have_the_classic_sizes() {
     only(Policy::Classic, |rig| {
@@ -87,7 +87,7 @@ fn s1_5_blocks_keep_their_pool() {
     });
 }
 
-/// Lets stream caches merge the freed blocks that they keep as they are. Gives nothing back.
+/// Makes stream caches merge the freed blocks that they keep unmerged. Releases nothing.
 fn merge(allocator: &Allocator) {
     assert_eq!(allocator.trim(u64::MAX).unwrap().released, 0);
 }
@@ -252,7 +252,7 @@ fn s1_11_free_merges_with_both_neighbours() {
     });
 }
 
-/// S1.12: a neighbour that another stream still uses stays apart, as large as it was.
+/// S1.12: a neighbour that another stream still uses is not merged, and keeps its size.
 #[test]
 fn s1_12_pending_neighbour_is_not_merged() {
     each(|rig| {
@@ -281,7 +281,7 @@ fn s1_12_pending_neighbour_is_not_merged() {
     });
 }
 
-/// S1.13: a free that makes no sense is an error and changes nothing.
+/// S1.13: an invalid free is an error and changes nothing.
 #[test]
 fn s1_13_unknown_and_double_frees_are_refused() {
     each(|rig| {
@@ -307,7 +307,7 @@ fn s1_13_unknown_and_double_frees_are_refused() {
     });
 }
 
-/// S1.13: what began in the middle of memory that is free by now is no block any more.
+/// S1.13: a former block in the middle of merged free memory is not a live block any more.
 #[test]
 fn s1_13_pointers_into_merged_memory_are_dead() {
     each(|rig| {
@@ -341,7 +341,7 @@ fn s1_13_pointers_into_merged_memory_are_dead() {
     });
 }
 
-/// S1.14: what a block is can be read.
+/// S1.14: the properties of a block can be read.
 #[test]
 fn s1_14_block_metadata_is_readable() {
     each(|rig| {
@@ -370,7 +370,7 @@ fn s1_14_block_metadata_is_readable() {
     });
 }
 
-/// S1.16: recording a use of something that is no live block is an error.
+/// S1.16: recording a use of an address without a live block is an error.
 #[test]
 fn s1_16_recording_needs_a_live_block() {
     each(|rig| {
@@ -398,7 +398,7 @@ fn s1_16_recording_needs_a_live_block() {
     });
 }
 
-/// S1.17: what can go goes back to the driver; the rest is what is reserved.
+/// S1.17: releasable memory returns to the driver; the rest stays reserved.
 #[test]
 fn s1_17_empty_cache_releases_free_memory() {
     each(|rig| {

@@ -1,5 +1,4 @@
-//! What one thread does in the driver keeps no other one from memory at hand, and a default
-//! configuration keeps memory.
+//! A driver call of one thread does not keep other threads from ready memory, and a default configuration keeps memory.
 
 use std::sync::Condvar;
 use std::sync::atomic::AtomicUsize;
@@ -24,7 +23,7 @@ struct Inside {
     gave_up: bool,
 }
 
-/// No test takes as long unless something waits that must not.
+/// No test takes this long unless something waits that must not.
 const FOR_EVER: Duration = Duration::from_secs(60);
 
 impl Gate {
@@ -81,8 +80,8 @@ impl Gate {
     }
 }
 
-/// R58: while one thread is in the driver for new memory, others are served from memory at hand, on
-/// other streams and on the same one.
+/// R58: while one thread obtains new memory from the driver, others are served from ready memory, on other streams and
+/// on the same one.
 #[test]
 fn r58_growth_in_one_thread_does_not_block_hits_in_others() {
     each_simulated(|rig, sim| {
@@ -206,7 +205,7 @@ fn uses_recorded_concurrently_are_both_kept() {
     });
 }
 
-/// R34: a thread that frees what another stream used, a batch at a time, and one that looks at the heap.
+/// R34: one thread frees blocks that another stream used, a batch at a time, and another one inspects the heap.
 #[test]
 fn r34_figures_agree_beside_batches_of_frees() {
     only(Policy::Packed, |rig| {
@@ -239,8 +238,8 @@ fn r34_figures_agree_beside_batches_of_frees() {
     });
 }
 
-/// A close finds memory in the hands of a trim on another thread: it says so and loses nothing, whether the
-/// driver takes that memory or not.
+/// A close during a trim on another thread, which is releasing memory: it returns an error and loses nothing, whether
+/// the driver accepts the release or not.
 #[test]
 fn r2_a_close_beside_a_trim_reports_memory_being_released() {
     each_simulated(|rig, sim| {

@@ -1,4 +1,4 @@
-//! Debug modes: errors that are planted, and what is found of them.
+//! Debug modes: injected errors, and the findings about them.
 
 use std::ops::Deref;
 
@@ -266,8 +266,8 @@ fn a_program_without_errors_has_no_findings() {
     });
 }
 
-/// The driver refuses one call of a check and a free after the other, and is slow: a fill or read of a debug mode whose
-/// wait failed is still queued when the block's memory is reused, or unmapped. Whether a call was refused.
+/// The driver refuses each call of a check and a free in turn, and is slow: a fill or read of a debug mode whose wait
+/// failed is still queued when the block's memory is reused or unmapped. Returns whether a call was refused.
 fn refuses(scene: &Scene, call: &str, nth: u64) -> bool {
     let (allocator, simulator) = (&scene.allocator, &scene.simulator);
     let bytes = 20 * MIB - 100;
@@ -338,8 +338,7 @@ fn blocks_that_cannot_be_checked_are_counted() {
     });
 }
 
-/// A question about a block's stream that fails leaves the block live, and its stream may be retired and destroyed
-/// then.
+/// A failed query of a block's stream leaves the block live; the stream may be retired and destroyed then.
 #[test]
 fn a_free_that_fails_keeps_no_handle_of_its_stream() {
     each_simulated(|rig, sim| {
@@ -362,8 +361,8 @@ fn a_free_that_fails_keeps_no_handle_of_its_stream() {
     });
 }
 
-/// Of two frees of a block one is refused, also while the other one waits for the block's streams or reads its guard;
-/// and the first one frees no other block that has the address by then.
+/// Of two frees of a block one is refused, even while the other one waits for the block's streams or reads its guard;
+/// neither frees another block that has the address by then.
 #[test]
 fn a_block_is_freed_once_however_long_its_free_takes() {
     each_with_interludes(|rig, _| {

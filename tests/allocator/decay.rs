@@ -1,4 +1,4 @@
-//! Idle memory that goes back by itself, by a clock that the tests advance.
+//! Automatic release of idle memory, by a clock that the tests advance.
 
 use crate::common::prelude::*;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Statistics are exact, however many threads allocate and free: by the sums that the threads keep
-//! themselves, compared where all of them stand still.
+//! Statistics are exact, however many threads allocate and free: they are compared with sums that the threads keep
+//! themselves, while all of them wait.
 //!
 //! `CUALLOC_EXACT_OPS` is the number of operations, a million by default.
 
@@ -19,7 +19,7 @@ const THREADS: usize = 16;
 const STREAMS: usize = 11;
 /// Operations of a thread between two comparisons.
 const STEP: usize = 500;
-/// Blocks that a thread holds at most.
+/// The maximum number of blocks of a thread.
 const HELD: usize = 48;
 
 fn operations() -> usize {
@@ -37,8 +37,8 @@ fn bytes(numbers: &mut Rng) -> usize {
     1 + numbers.below(most) as usize
 }
 
-/// What lives, as the threads count it. A thread may free what another one allocated, so only the
-/// sums over all of them mean something.
+/// Live blocks as the threads count them. A thread may free a block that another one allocated, so only the sums over
+/// all threads are meaningful.
 #[derive(Default)]
 struct Sums {
     blocks: AtomicI64,
@@ -59,7 +59,7 @@ impl Sums {
         self.allocated.load(Ordering::Relaxed) as u64
     }
 
-    /// At a moment at which nothing is under way.
+    /// At a moment without calls in progress.
     fn compare(&self, stats: &Stats) {
         let count = |sum: &AtomicI64| sum.load(Ordering::Relaxed) as u64;
         assert_eq!(stats.all.allocations.current, count(&self.blocks));
@@ -132,7 +132,7 @@ impl<'a> Common<'a> {
     }
 }
 
-/// Ends the process, past what the harness holds back of the output.
+/// Ends the process, and prints the message although the harness captures output.
 fn give_up(why: &(dyn Any + Send)) -> ! {
     let text = why.downcast_ref::<String>().map(String::as_str);
     let text = text.or(why.downcast_ref::<&str>().copied());
@@ -149,7 +149,7 @@ struct Worker<'c, 'a> {
 }
 
 impl Worker<'_, '_> {
-    /// Waits for all threads; one of them then looks, while the others stand still.
+    /// Waits for all threads; one of them then compares, while the others wait.
     fn meet(&self, look: impl FnOnce(&Stats)) {
         if self.common.barrier.wait().is_leader() {
             look(&self.common.allocator.stats());
@@ -201,8 +201,8 @@ impl Worker<'_, '_> {
     }
 }
 
-/// Counts of what lives, and of bytes asked for and given, equal the threads' own sums at every
-/// barrier. An observer beside them never sees a peak below anything that it saw live before.
+/// Counts of live blocks, and of requested and allocated bytes, equal the threads' own sums at every barrier. A
+/// concurrent observer never sees a peak below a value that it has seen before.
 #[test]
 fn s1_19_current_figures_are_the_sums_of_live_blocks() {
     let observed = AtomicU64::new(0);
@@ -231,7 +231,7 @@ fn s1_19_current_figures_are_the_sums_of_live_blocks() {
     assert!(observed.into_inner() > 0, "nothing was ever seen alive");
 }
 
-/// Peaks of bytes given and held, while others work.
+/// Peaks of allocated and reserved bytes, while other threads work.
 fn observe(allocator: &Allocator, done: &AtomicBool, observed: &AtomicU64) {
     let (mut allocated, mut reserved) = (0, 0);
     while !done.load(Ordering::Relaxed) {
@@ -245,8 +245,8 @@ fn observe(allocator: &Allocator, done: &AtomicBool, observed: &AtomicU64) {
     observed.fetch_max(allocated, Ordering::Relaxed);
 }
 
-/// Phases in which all threads only allocate, or only free, reach their most at a barrier: the peak is
-/// the largest of the sums there, to the byte.
+/// Phases in which all threads only allocate, or only free, have their extremes at barriers: the peak is exactly the
+/// largest of the sums there.
 #[test]
 fn s1_19_peaks_of_rising_and_falling_phases_are_exact() {
     each(|rig| {
@@ -282,8 +282,7 @@ fn s1_19_peaks_of_rising_and_falling_phases_are_exact() {
     });
 }
 
-/// Threads that free a block before each allocation of the same size never pass what lived at the
-/// start.
+/// Threads that free a block before each allocation of the same size never exceed the live bytes of the start.
 #[test]
 fn s1_19_peaks_of_exchanged_blocks_are_exact() {
     each(|rig| {
@@ -315,8 +314,8 @@ fn s1_19_peaks_of_exchanged_blocks_are_exact() {
     });
 }
 
-/// What stream caches may count to belongs to what a large block is held against: it is a peak beside small
-/// blocks though none by itself.
+/// The limits of stream caches count when a large block is compared with the peak: the block is a peak beside small
+/// blocks though not by itself.
 #[test]
 fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
     only(Policy::Packed, |rig| {
@@ -329,7 +328,7 @@ fn s1_19_a_large_block_beside_small_ones_is_a_peak() {
     });
 }
 
-/// Large blocks have peaks of their own, also where all blocks together were more once.
+/// Large blocks have their own peaks, even if all blocks together were more at an earlier time.
 #[test]
 fn s1_19_large_blocks_have_peaks_below_that_of_all() {
     only(Policy::Packed, |rig| {

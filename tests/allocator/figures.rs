@@ -1,4 +1,4 @@
-//! The figures: what is counted is what is there, whatever happens.
+//! The figures agree with the contents of the heap after every kind of call.
 
 use crate::common::prelude::*;
 use crate::common::rng::Rng;
@@ -22,7 +22,7 @@ struct Walk {
     free: u64,
     blocks: u64,
     small: u64,
-    /// Bytes in use under another address, and bytes of blocks in views.
+    /// Bytes aliased at home, and bytes of blocks in views.
     aliased: u64,
     viewed: u64,
 }
@@ -59,7 +59,7 @@ fn walk(allocator: &Allocator) -> Walk {
     sum
 }
 
-/// S1.38: the counters are what a walk over all segments finds, and what the driver has given.
+/// S1.38: the counters equal what a walk over all segments finds, and what the driver provided.
 #[test]
 fn s1_38_counters_equal_a_walk() {
     each(|rig| {
@@ -175,7 +175,7 @@ fn s1_41_metadata_is_bounded() {
     });
 }
 
-/// S1.43: a panic in a hook goes no further, and counts as nothing freed; every call works afterwards.
+/// S1.43: a panic in a hook is caught, and counts as nothing freed; every call works afterwards.
 #[test]
 fn s1_43_panic_in_a_hook_poisons_nothing() {
     each(|rig| {
@@ -237,7 +237,7 @@ fn s1_44_foreign_blocks_are_refused() {
     });
 }
 
-/// S1.45: alignment, device, events, lack of memory: each has its result.
+/// S1.45: alignment, device, events, lack of memory: each has a specific result.
 #[test]
 fn s1_45_every_special_case_has_a_result() {
     for policy in [Policy::Packed, Policy::Classic] {
@@ -297,7 +297,7 @@ fn s1_45_every_special_case_has_a_result() {
     }
 }
 
-/// S1.42: sizes near the top are errors before any driver call.
+/// S1.42: sizes near the maximum are errors before any driver call.
 #[test]
 fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
     each(|rig| {
@@ -322,8 +322,8 @@ fn s1_42_huge_sizes_ask_nothing_of_the_driver() {
     });
 }
 
-/// No stream alone has as much room below the peak as a request needs, but all of them together: the
-/// peak stays what it was.
+/// No stream alone has as much room below the peak as a request needs, but all of them together do: the peak does not
+/// change.
 #[test]
 fn s1_19_room_below_the_peak_is_shared() {
     each(|rig| {
@@ -347,8 +347,8 @@ fn s1_19_room_below_the_peak_is_shared() {
     });
 }
 
-/// Of one stream's small blocks all peaks are exact; of several streams' those of requested bytes and of
-/// numbers are bounds, which no observer ever finds too low, nor above what can have lived.
+/// With small blocks of one stream, all peaks are exact; with several streams, those of requested bytes and of numbers
+/// are bounds, which are never below an observed value, nor above what can have been live.
 #[test]
 fn s1_19_peaks_are_exact_or_bounds() {
     each(|rig| {

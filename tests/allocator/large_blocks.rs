@@ -6,7 +6,7 @@ use cualloc::allocator::{BlockState, Counter, PoolStats};
 
 const LARGE: usize = 3 * MIB;
 
-/// An allocator that expects blocks of [`LARGE`] bytes on the first stream to come again.
+/// An allocator that expects blocks of [`LARGE`] bytes to be requested again on the first stream.
 fn used_to_pairs<const N: usize>(rig: &Rig) -> (Checked<'_>, [Stream; N]) {
     let (allocator, streams) = rig.scene();
     make_used(&allocator, &streams[0]);
@@ -81,7 +81,7 @@ fn figures_do_not_fall_when_a_stream_is_retired() {
     });
 }
 
-/// Figures are exact at any moment, of lives in the large-block cache as well.
+/// Figures are exact at any moment, also for allocations in the large-block cache.
 #[test]
 fn s1_19_figures_distinguish_live_blocks_from_cached_memory() {
     packed(|rig| {
@@ -134,7 +134,7 @@ fn s1_19_figures_distinguish_live_blocks_from_cached_memory() {
     });
 }
 
-/// Free memory does not count for a peak, neither of large blocks nor of small ones.
+/// Free memory does not count towards a peak, neither of large blocks nor of small ones.
 #[test]
 fn s1_19_blocks_in_a_large_cache_are_not_part_of_a_peak() {
     packed(|rig| {
@@ -183,7 +183,7 @@ fn s1_13_a_second_free_of_a_block_in_a_large_cache_is_refused() {
     });
 }
 
-/// A use by another stream, and a guard, hold for the present life, and keep its memory after its end.
+/// A use by another stream, and a guard, apply to the present allocation, and keep its memory after the free.
 #[test]
 fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
     packed(|rig| {
@@ -210,8 +210,8 @@ fn s1_40_uses_and_guards_of_lives_in_large_caches_count() {
     });
 }
 
-/// Memory in a large-block cache is as good as any other to a request of another length or of another stream, to a
-/// request at a limit, and to a trim.
+/// Memory in a large-block cache is available to a request of another length or of another stream, to a request at a
+/// limit, and to a trim.
 #[test]
 fn s1_40_memory_in_large_caches_is_available_to_others() {
     packed(|rig| {
@@ -233,7 +233,7 @@ fn s1_40_memory_in_large_caches_is_available_to_others() {
     });
 }
 
-/// A block beside one that is freed comes out of its large-block cache, so that both become one piece.
+/// A block next to one that is freed leaves its large-block cache, so that both become one piece.
 #[test]
 fn blocks_in_a_large_cache_merge_with_their_neighbours() {
     packed(|rig| {
@@ -291,9 +291,8 @@ fn beside_a_foreign_cache(rig: &Rig) -> (Checked<'_>, Stream, Block, RawStream) 
     (allocator, stream, kept, foreign)
 }
 
-/// R24: a block that was freed to a large-block cache comes off it in the call of another stream. By then the
-/// stream of a foreign owner may be destroyed, and a marker recorded on its handle would be in the wrong
-/// stream.
+/// R24: a block that was freed to a large-block cache leaves it in a call of another stream. By then the stream of a
+/// foreign owner may be destroyed, and a marker recorded on its handle would be on the wrong stream.
 #[test]
 fn r24_flushing_a_large_cache_uses_no_stream_that_may_be_destroyed() {
     packed(|rig| {
@@ -306,7 +305,7 @@ fn r24_flushing_a_large_cache_uses_no_stream_that_may_be_destroyed() {
     });
 }
 
-/// The call of a stream itself records what is due on it.
+/// Calls of a stream record the markers that are due on it.
 #[test]
 fn blocks_from_a_large_cache_are_marked_in_a_call_of_their_stream() {
     packed(|rig| {
@@ -319,7 +318,7 @@ fn blocks_from_a_large_cache_are_marked_in_a_call_of_their_stream() {
     });
 }
 
-/// A place that was chosen for an alignment is not given to a request that asked for none.
+/// A place that was chosen for an alignment is not given to a request without alignment.
 #[test]
 fn blocks_with_constraints_are_not_kept_in_a_large_cache() {
     packed(|rig| {
@@ -378,8 +377,8 @@ fn layouts_do_not_depend_on_large_caches() {
     });
 }
 
-/// While a request waits for its memory, a relief hook gets a block that is expected to come again, as
-/// the request's own is: only the last one stays with its stream cache.
+/// While a request waits for its memory, a relief hook gets a block that is expected to be requested again, like that
+/// of the request: only the last one stays in its stream cache.
 #[test]
 fn r18_a_block_allocated_by_a_hook_is_counted() {
     packed(|rig| {
@@ -416,8 +415,7 @@ fn r18_a_block_allocated_by_a_hook_is_counted() {
     });
 }
 
-/// R61: a front of which nothing is asked but what lies in its large-block cache is in use, and keeps its free
-/// runs.
+/// R61: a stream cache that serves only from its large-block cache counts as in use, and keeps its free runs.
 #[test]
 fn r61_a_cache_that_is_busy_with_large_blocks_keeps_its_blocks() {
     packed(|rig| {

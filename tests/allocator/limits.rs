@@ -4,7 +4,7 @@ use crate::common::prelude::*;
 use cualloc::allocator::{Regime, ReliefHook, Scarcity};
 use cualloc::error::Cause;
 
-/// R7: free memory that waits for another stream's work is waited for before a request fails.
+/// R7: a request waits for memory that is pending on another stream before it fails.
 #[test]
 fn r7_pending_memory_is_reclaimed_before_out_of_memory() {
     each(|rig| {
@@ -122,7 +122,7 @@ fn r9_the_limit_counts_bytes_from_the_driver() {
     });
 }
 
-/// R12: the way to an out-of-memory error needs nothing that can fail.
+/// R12: building an out-of-memory error cannot fail.
 #[test]
 fn r12_error_path_cannot_fail() {
     each_simulated(|rig, sim| {
@@ -149,7 +149,7 @@ fn r12_error_path_cannot_fail() {
     });
 }
 
-/// R14: the error says what was asked for, what there is, and where the rest is stuck.
+/// R14: the error reports the request, the available memory, and what holds the rest.
 #[test]
 fn r14_error_reports_the_state_of_memory() {
     each(|rig| {
@@ -183,8 +183,7 @@ fn r14_error_reports_the_state_of_memory() {
     });
 }
 
-/// R1: after the waits for what holds up all memory that fits, that memory is found and serves the
-/// request as it is.
+/// R1: after the waits for the work that holds all fitting memory, that memory serves the request without new memory.
 #[test]
 fn r1_memory_that_waits_made_free_is_found() {
     each(|rig| {
@@ -222,7 +221,7 @@ fn r1_memory_that_waits_made_free_is_found() {
     });
 }
 
-/// A request that can never succeed releases nothing kept for others, unless a hook might raise the limit.
+/// A request that can never succeed releases no cached memory, unless a hook might raise the limit.
 #[test]
 fn a_request_beyond_all_memory_fails_immediately() {
     each(|rig| {
@@ -303,7 +302,7 @@ fn s1_22_debug_text_names_the_figures() {
     });
 }
 
-/// Where addresses would have helped, the error names the failure that kept them away.
+/// If addresses would have sufficed, the error names the driver's refusal of them.
 #[test]
 fn r14_error_names_the_failure_behind_it() {
     // So little that what was reserved at first has no room for a view.
@@ -335,7 +334,7 @@ fn r14_error_names_the_failure_behind_it() {
     );
 }
 
-/// R2: memory that a failed growth could not give back is tried again before a request fails at a limit.
+/// R2: the release of memory that a failed growth left behind is retried before a request fails at a limit.
 #[test]
 fn r2_a_failed_release_is_repeated_at_a_limit() {
     each_simulated(|rig, sim| {
@@ -389,7 +388,7 @@ fn growth_leaves_the_headroom_of_the_device_free() {
     });
 }
 
-/// The default is 2 % of the device, and nothing where less than twice as much is free.
+/// The default is 2 % of the device, and 0 if less than twice as much is free.
 #[test]
 fn a_device_filled_by_other_programs_has_no_headroom() {
     only_simulated_on(

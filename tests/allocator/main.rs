@@ -1,4 +1,4 @@
-//! The allocator: where blocks lie, who gets them next, what is counted, and what happens when memory runs out.
+//! The allocator: placement, reuse, statistics, and behaviour when memory runs out.
 //!
 //! Nothing here captures a stream: calls look at more from the first capture of the process on.
 #![cfg(feature = "sim")]

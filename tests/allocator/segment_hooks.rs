@@ -33,7 +33,7 @@ impl Reported {
     }
 }
 
-/// Follows the segments of an allocator, and checks at each report that no block can be had there.
+/// Follows the segments of an allocator, and checks at each report that no block can be allocated there.
 fn follow(allocator: &Allocator) -> Arc<Mutex<Reported>> {
     let reported: Arc<Mutex<Reported>> = Arc::default();
     let (keeps, inside) = (Arc::clone(&reported), allocator.clone());
@@ -114,7 +114,7 @@ fn segments_are_reported_before_a_block_can_lie_in_them_and_before_they_are_unma
     });
 }
 
-/// A release that the driver refuses brings the segment back.
+/// After a release that the driver refuses, the segment is reported as mapped again.
 #[test]
 fn a_segment_that_is_not_released_is_reported_again() {
     only_simulated(Policy::Classic, |rig, sim| {

@@ -1,5 +1,5 @@
-//! A stream alone: large blocks come and go on a short way through the heap, to the same end as on the
-//! long one.
+//! A single stream: large blocks are allocated and freed on a short path through the heap, with the same result as on
+//! the long one.
 
 use crate::common::prelude::*;
 
@@ -19,7 +19,7 @@ fn row<const N: usize>(allocator: &Allocator, stream: &Stream, mib: [usize; N]) 
     row
 }
 
-/// R24: the last marker of a stream covers what is freed on it later, also while there is no other one.
+/// R24: the last marker of a stream covers later frees on it, also while there is no other stream.
 #[test]
 fn r24_memory_freed_on_a_retired_stream_is_covered() {
     packed(|rig| {
@@ -42,7 +42,7 @@ fn r24_memory_freed_on_a_retired_stream_is_covered() {
     });
 }
 
-/// S3.29: memory that is idle longest goes first, whatever lies higher.
+/// S3.29: memory that has been idle longest is released first, even if other idle memory lies higher.
 #[test]
 fn s3_29_memory_that_is_idle_longest_is_released_first() {
     packed(|rig| {
@@ -63,7 +63,7 @@ fn s3_29_memory_that_is_idle_longest_is_released_first() {
     });
 }
 
-/// S1.6: memory that another stream was done with when it went fits as well as any.
+/// S1.6: memory that was complete when its stream was retired is equal to any other in best fit.
 #[test]
 fn s1_6_memory_of_a_destroyed_stream_is_found() {
     packed(|rig| {

@@ -1,4 +1,4 @@
-//! A library without the simulator: it builds, and says what is missing where there is no driver.
+//! The library without the simulator: it builds, and reports what is missing if there is no driver.
 //!
 //! The package depends on the library without features, and so does nothing else in its build. The tests of the
 //! library itself always have the simulator.

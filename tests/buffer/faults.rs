@@ -152,8 +152,7 @@ fn order_is_kept_by_other_means() {
     });
 }
 
-/// A buffer of sevens on the first of two streams, all of whose work is over; what comes next waits to be
-/// completed.
+/// A buffer of sevens on the first of two streams, whose work is complete; later work completes on request.
 fn settled(sim: &Simulator, alloc: &Allocator) -> (Stream, Stream, DeviceBuffer<u8>) {
     let [home, other] = [(); 2].map(|()| alloc.create_stream().unwrap());
     let buffer = DeviceBuffer::filled(alloc, 4096, 7u8, &home).unwrap();
@@ -162,8 +161,8 @@ fn settled(sim: &Simulator, alloc: &Allocator) -> (Stream, Stream, DeviceBuffer<
     (home, other, buffer)
 }
 
-/// D8: an operation that neither its buffer's home nor the host can be made to wait for is ordered by whatever
-/// comes next, or that is refused.
+/// D8: if neither the buffer's home nor the host can wait for an operation, the next operation orders it, or is
+/// refused.
 #[test]
 fn d8_an_operation_that_could_not_be_ordered_is_ordered_later() {
     Rig::each_simulated(|_, sim, alloc| {
@@ -321,8 +320,8 @@ fn refused_waits_leave_the_callers_memory_alone() {
     });
 }
 
-/// After an error of an asynchronous copy the caller's memory is out of the device's reach, or the error
-/// says that it may not be.
+/// After an error of an asynchronous copy the device does not access the caller's memory any more, or the error says
+/// that it might.
 #[test]
 fn r2_asynchronous_copies_that_fail_are_waited_for() {
     Rig::each_simulated(|_, sim, alloc| {

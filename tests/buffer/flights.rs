@@ -1,4 +1,4 @@
-//! Copies in flight: awaited, and told of by the driver.
+//! Copies in flight: awaited, and reported by callbacks.
 
 use crate::common::prelude::*;
 use std::future::Future;

@@ -19,7 +19,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// None, with a word about it, if the real driver has fewer devices.
+    /// None, with a note, if the real driver has fewer devices.
     pub fn with_devices(count: usize, policy: Policy) -> Option<Rig> {
         let (driver, sim) = driver_under_test(SimConfig::with_devices(count, 8 << 30));
         if driver.device_count().unwrap() < count {
@@ -48,7 +48,7 @@ impl Rig {
         }
     }
 
-    /// A rig of one device, once per policy; only on the simulator, and a word about it elsewhere.
+    /// A rig of one device, once per policy; only on the simulator, with a note elsewhere.
     pub fn each_simulated(test: impl Fn(&Rig, &Simulator, &Allocator)) {
         Self::each_simulated_with(test, Self::nothing);
     }
@@ -66,7 +66,7 @@ impl Rig {
         }
     }
 
-    /// Everything is freed, nothing was done wrong, nothing is left over.
+    /// Checks that everything is freed, and that the simulator has no reports.
     pub fn finish(self) {
         self.end(Self::nothing);
     }

@@ -19,8 +19,8 @@ fn one_block_is_live(allocator: &Allocator) {
     assert_matches!(allocator.close(), Err(Error::InUse { count: 1, .. }));
 }
 
-/// D4: an operation is under way, and its stream captures before the home can wait for it. What comes next
-/// comes after it, or is refused.
+/// D4: while an operation is in progress, its stream begins to capture before the home can wait for it. The next
+/// operation comes after it, or is refused.
 #[test]
 fn d4_an_operation_whose_stream_captures_after_it_is_ordered_again() {
     each_with_interludes(|rig, sim| {
@@ -48,7 +48,7 @@ fn d4_an_operation_whose_stream_captures_after_it_is_ordered_again() {
     });
 }
 
-/// While a capture is known, a stream that captures gets no lease, of an idle slab neither.
+/// While a capture is known, a capturing stream gets no lease, not even of an idle slab.
 #[test]
 fn a_stream_that_captures_leases_nothing() {
     each(|rig| {
@@ -87,7 +87,7 @@ fn d4_a_buffer_dropped_behind_an_operation_that_met_a_capture_is_freed() {
     });
 }
 
-/// Something whose home was retired is dropped while that captures: it is freed when the capture has ended.
+/// Memory whose home was retired is dropped while the home captures: it is freed when the capture has ended.
 fn freed_behind_the_capture<T>(rig: &Rig, make: impl Fn(&Allocator, &Stream) -> T) {
     let allocator = rig.allocator();
     let home = rig.stream();

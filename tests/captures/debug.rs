@@ -1,4 +1,4 @@
-//! Debug modes beside captures: none is spoilt, and nothing is found that is not so.
+//! Debug modes during captures: no capture is invalidated, and no false finding is reported.
 
 use super::*;
 use cualloc::allocator::Scope;
@@ -109,7 +109,7 @@ fn a_block_that_cannot_be_read_stays_in_quarantine() {
     });
 }
 
-/// What has to leave the quarantine while nothing may be read is counted as unchecked.
+/// Blocks that must leave the quarantine while nothing may be read are counted as unchecked.
 #[test]
 fn a_block_that_leaves_the_quarantine_unread_is_counted() {
     alone(|| {

@@ -8,7 +8,7 @@ use crate::common::prelude::*;
 const BLOCK: usize = 24 * MIB;
 const NANOS: u64 = 1_000_000;
 
-/// Frees memory that a stream still uses, and that can go when it is done.
+/// Frees memory that a stream still uses, and that can be released when the stream is idle.
 fn freed_in_use(rig: &Rig, allocator: &Allocator, stream: &Stream) {
     let block = allocator.allocate(BLOCK, stream).unwrap();
     rig.stamp(block.ptr(), BLOCK, 1, stream);
@@ -183,7 +183,7 @@ fn an_emptied_cache_does_not_wait_for_a_stream_that_captures() {
     });
 }
 
-/// An adopted stream may be asked at any time, so that a capture of it is over is seen by who waits for everything.
+/// An adopted stream may be queried at any time, so a wait for everything detects that its capture has ended.
 #[test]
 fn the_next_wait_detects_the_end_of_an_adopted_streams_capture() {
     each_simulated(|rig, _| {

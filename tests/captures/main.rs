@@ -1,7 +1,7 @@
-//! Nothing of the allocator's disturbs a capture: neither its end nor a wait for everything.
+//! The allocator does not disturb captures, neither by its end nor by a wait for everything.
 //!
-//! Tests that capture are here and not beside others: calls look at more from the first capture of the
-//! process on.
+//! Tests that capture are here, separate from others, because calls check more from the first capture of the process
+//! on.
 #![cfg(feature = "sim")]
 
 mod buffers;
@@ -28,7 +28,7 @@ fn refused(allocator: &Allocator) {
     assert_matches!(allocator.close(), Err(Error::Capturing { .. }));
 }
 
-/// R38: a stream that the allocator keeps alive is asked before the context is waited for.
+/// R38: a stream that the allocator keeps alive is queried before a wait for the context.
 #[test]
 fn r38_no_wait_for_a_context_while_an_own_stream_captures() {
     each(|rig| {
@@ -101,7 +101,7 @@ fn r38_no_wait_for_a_context_while_an_unknown_stream_captures() {
     });
 }
 
-/// R38: while something captures, a request that would need the context fails for want of memory.
+/// R38: during a capture, a request that would need a wait for the context fails for lack of memory.
 #[test]
 fn r38_a_shortage_of_memory_does_not_wait_for_a_capturing_context() {
     each(|rig| {
@@ -141,7 +141,7 @@ fn nothing_is_tested_while_a_stream_captures_and_nothing_stitched_untested() {
     });
 }
 
-/// R38: a capture sees no marker of ours, and frees in it are made up for.
+/// R38: no marker is recorded in a capture, and frees in it get one afterwards.
 #[test]
 fn r38_capture_leaves_no_stale_events() {
     each(|rig| {
@@ -172,8 +172,8 @@ fn r38_capture_leaves_no_stale_events() {
     });
 }
 
-/// D5: a raw stream that was found capturing is not taken for one that captures once a free alone, or a marker alone,
-/// hears otherwise.
+/// D5: a raw stream that was found capturing does not count as capturing any more once a free, or a marker, finds that
+/// it is not.
 #[test]
 fn d5_any_query_of_the_stream_revokes_the_finding() {
     each_simulated(|rig, _| {
@@ -198,7 +198,7 @@ fn d5_any_query_of_the_stream_revokes_the_finding() {
     });
 }
 
-/// D5: a destroyed stream cannot be queried to learn that its capture has ended. It is believed to for one call.
+/// D5: a destroyed stream cannot be queried to learn that its capture has ended. It counts as capturing for one call.
 #[test]
 fn d5_a_destroyed_stream_blocks_no_call() {
     each_simulated(|rig, _| {
@@ -226,8 +226,7 @@ fn d5_a_destroyed_stream_blocks_no_call() {
     });
 }
 
-/// D5: what is not live is refused for that, also where a capture is looked for and the driver does not
-/// answer.
+/// D5: an address without a live block is refused for that reason, even if the query for a capture fails.
 #[test]
 fn d5_a_second_free_is_refused_while_captures_are_queried() {
     each_simulated(|rig, sim| {
@@ -249,7 +248,7 @@ fn d5_a_second_free_is_refused_while_captures_are_queried() {
     });
 }
 
-/// Where captures are asked about, a block that a stream cache serves is asked for without the cache's lock, once.
+/// If captures are queried, an allocation from a stream cache makes one query, without the cache's lock.
 #[test]
 fn a_hit_queries_captures_without_a_locked_cache() {
     only_simulated(Policy::Packed, |rig, sim| {
@@ -263,7 +262,7 @@ fn a_hit_queries_captures_without_a_locked_cache() {
     });
 }
 
-/// D5: a request that is short of memory uses no finding up, and a wait for the context refutes it.
+/// D5: a request that lacks memory does not consume a finding, and a wait for the context refutes it.
 #[test]
 fn d5_a_shortage_of_memory_keeps_a_finding() {
     // Classic segments go without a wait.
@@ -302,7 +301,7 @@ fn d5_a_shortage_of_memory_keeps_a_finding() {
     });
 }
 
-/// D5: a new stream under the handle of an old one says nothing about that one's allocators later on.
+/// D5: a finding about a new stream does not apply to an old stream that had the same handle.
 #[test]
 fn d5_a_finding_applies_to_the_present_stream_of_a_handle() {
     each_simulated(|rig, _| {
@@ -374,7 +373,7 @@ const STRICT: [sys::CUstreamCaptureMode; 2] = [
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
 ];
 
-/// Whatever is called for another stream than the one that captures.
+/// All calls for a stream other than the capturing one.
 fn work_beside(rig: &Rig, allocator: &Allocator, stream: &Stream) {
     let other = rig.stream();
     let block = allocator.allocate(8 * MIB, stream).unwrap();

@@ -9,8 +9,8 @@ fn is_capturing<T: std::fmt::Debug>(result: Result<T, Error>) {
     assert_matches!(result, Err(Error::Capturing { .. }));
 }
 
-/// A6: no use is recorded on a stream that captures, owned or raw: what a graph uses is used at each of its
-/// launches, which come after the use that would be recorded.
+/// A6: no use is recorded on a capturing stream, owned or raw: a graph uses the memory at each of its launches, which
+/// come after the use that would be recorded.
 #[test]
 fn a6_no_use_is_recorded_on_a_capturing_stream() {
     let ids = ["cuStreamGetId", "cuCtxGetId"].map(String::from);
@@ -58,7 +58,7 @@ fn uses_on_capturing_streams(rig: &Rig) {
     }
 }
 
-/// D11: whether a default stream suffers from a capture is asked in the stream's own context, whichever is the
+/// D11: whether a capture concerns a default stream is queried in the stream's own context, whichever is the
 /// allocator's.
 #[test]
 fn d11_a_default_stream_is_queried_in_its_own_context() {
@@ -109,7 +109,7 @@ fn d11_a_thread_stream_that_captures_is_named_as_that() {
     });
 }
 
-/// Making an allocator, with its trial of virtual memory, disturbs no capture, whichever thread began it and
+/// The creation of an allocator, with its trial of virtual memory, disturbs no capture, whichever thread began it and
 /// in whichever mode.
 #[test]
 fn a_trial_of_virtual_memory_disturbs_no_capture() {

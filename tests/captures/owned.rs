@@ -10,7 +10,7 @@ fn live(allocator: &Allocator) -> u64 {
     allocator.stats().all.allocations.current
 }
 
-/// The resource gives the block back for which it could not record a ready point, whatever is refused meanwhile.
+/// If the resource cannot record a ready event for a new block, it frees the block, even if further calls are refused.
 #[test]
 fn a_block_that_could_not_be_handed_out_is_freed() {
     each_simulated(|rig, sim| {
@@ -36,7 +36,7 @@ fn a_block_that_could_not_be_handed_out_is_freed() {
     });
 }
 
-/// A buffer that is dropped while its stream captures goes when the capture has ended.
+/// A buffer that is dropped while its stream captures is freed when the capture has ended.
 #[test]
 fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
     // A capture that ends on another thread frees what is kept, too.
@@ -75,7 +75,7 @@ fn a_block_of_a_resource_dropped_in_a_capture_is_freed() {
     });
 }
 
-/// R2: a resource that keeps no dropped block for later is asked once more.
+/// R2: a resource that does not keep dropped blocks is called a second time.
 #[test]
 fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
     only_simulated(Policy::Packed, |rig, sim| {
@@ -91,8 +91,8 @@ fn r2_a_dropped_block_of_a_direct_resource_is_tried_again() {
     });
 }
 
-/// R2: our own memory that came back, went out again and cannot be waited for when it is dropped is freed by a
-/// later call, behind its last user.
+/// R2: reimported memory of our own that was exported again and cannot be waited for when it is dropped is freed by a
+/// later call, after its last user.
 #[test]
 fn r2_returned_memory_is_freed_when_it_can_be_waited_for() {
     each_simulated(|rig, sim| {
@@ -149,8 +149,8 @@ fn a_batch_without_marker_due_to_a_capture_gets_it_after_the_capture() {
     });
 }
 
-/// An event that was recorded within a capture is a marker for no one. The next marker is recorded with it, and waits for
-/// the work that it then stands for alone.
+/// An event that was recorded within a capture is not a marker. The next marker is recorded with it, and waits for the
+/// work that it then stands for alone.
 #[test]
 fn an_event_of_a_capture_is_used_for_the_next_marker() {
     each_with_interludes(|rig, sim| {

@@ -1,4 +1,4 @@
-//! D4: captures that begin between a question of the allocator's and its act.
+//! D4: captures that begin between a query of the allocator and the call that depends on it.
 
 use crate::common::capturing::*;
 use crate::common::prelude::*;
@@ -29,15 +29,15 @@ fn capture_the_next_marker(rig: &Rig, raw: &RawStream) {
     });
 }
 
-/// What no marker covers on a raw stream is covered by the next one: all of it can be given back.
+/// The next marker of a raw stream covers frees that had none: all memory can be released.
 fn nothing_is_lost(allocator: &Allocator, raw: &RawStream) {
     allocator.raw_mark(raw.raw()).unwrap();
     assert_eq!(allocator.trim(0).unwrap().pending, 0);
     assert_eq!(allocator.stats().all.reserved.current, 0);
 }
 
-/// D4: between the question and the record another thread begins to capture. The event is a graph's, and
-/// no marker.
+/// D4: between the query and the record another thread begins to capture. The event belongs to a graph, and is not a
+/// marker.
 #[test]
 fn d4_a_capture_that_begins_before_the_record_costs_that_marker() {
     each_with_interludes(|rig, _| {
@@ -62,7 +62,7 @@ fn d4_a_capture_that_begins_before_the_record_costs_that_marker() {
     });
 }
 
-/// D4: what a capture kept from its marker gets one with the next free, not with the next full batch.
+/// D4: frees whose marker a capture prevented get one with the next free, not with the next full batch.
 #[test]
 fn d4_a_batch_without_marker_due_to_a_capture_gets_one_afterwards() {
     each_with_interludes(|rig, _| {
@@ -187,7 +187,7 @@ fn d4_memory_under_a_captured_marker_stays_in_use_until_a_real_one() {
     });
 }
 
-/// D4: every answer that speaks of a capture, at every question about a marker.
+/// D4: every error about a capture, at every query of a marker.
 #[test]
 fn d4_answers_about_a_capture_are_not_cached() {
     each_simulated(|rig, sim| {
@@ -260,7 +260,7 @@ fn d4_a_request_ends_although_every_marker_is_invalid() {
     });
 }
 
-/// D4: a wait that may have become part of a graph is no order: what it opened is opened by the next one.
+/// D4: a wait that may have become part of a graph orders nothing: the next wait makes the memory available.
 #[test]
 fn d4_a_wait_that_meets_a_capture_orders_nothing() {
     for refused in [true, false] {
@@ -290,8 +290,7 @@ fn d4_a_wait_that_meets_a_capture_orders_nothing() {
     }
 }
 
-/// D4: a marker that turns out to stand for nothing at a wait does not fail the request of another
-/// stream, which waits for the next one.
+/// D4: a marker that a wait finds invalid does not fail the request of another stream, which waits for the next marker.
 #[test]
 fn d4_a_wait_for_a_captured_marker_fails_no_request() {
     only_simulated(Policy::Packed, |rig, sim| {
@@ -307,7 +306,7 @@ fn d4_a_wait_for_a_captured_marker_fails_no_request() {
     });
 }
 
-/// D4: what comes after a marker that stands for nothing is asked all the same, in the same call.
+/// D4: markers after an invalid one are queried in the same call.
 #[test]
 fn d4_markers_behind_a_captured_one_are_queried_in_the_same_call() {
     each_with_interludes(|rig, _| {
@@ -326,7 +325,7 @@ fn d4_markers_behind_a_captured_one_are_queried_in_the_same_call() {
     });
 }
 
-/// D4: an event that was recorded in a capture is nothing that another stream may wait for: it would join.
+/// D4: no stream waits for an event that was recorded in a capture, because it would join the capture.
 #[test]
 fn d4_a_capture_that_begins_at_an_exchange_of_streams_captures_no_others() {
     each_with_interludes(|rig, _| {
@@ -356,8 +355,8 @@ fn d4_work_that_falls_into_a_capture_is_reported() {
     });
 }
 
-/// D7: a stream that leaves has no other marker than its last one. A question about it that fails, with a code
-/// that speaks of captures, does not take it away.
+/// D7: a retired stream has only its last marker. A query of it that fails with an error about captures does not remove
+/// it.
 #[test]
 fn d7_the_last_marker_of_a_stream_outlives_a_failed_query() {
     let code = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -394,8 +393,8 @@ fn d7_the_last_marker_of_a_stream_outlives_a_failed_query() {
     });
 }
 
-/// A capture that begins right after a query of its stream is still noticed: also where the answer
-/// came before it began and is noted after it.
+/// A capture that begins directly after a query of its stream is still noticed, even if the answer is recorded after
+/// the beginning.
 #[test]
 fn d4_a_capture_that_begins_during_a_query_is_watched() {
     for late in [false, true] {

@@ -1,4 +1,4 @@
-//! Captures, begun and ended through the crate or as others would.
+//! Captures, begun and ended through the crate or as by other code.
 
 use cualloc::allocator::{Allocator, GraphPool, Policy, Scope};
 use cualloc::driver::{DriverError, Graph, Stream, sys};
@@ -18,8 +18,8 @@ pub fn captured(rig: &Rig, stream: sys::CUstream, act: impl FnOnce()) {
     drop(capturing.end().unwrap());
 }
 
-/// A capture that ends with its test, also where that panics: one that is left open keeps all other tests on the
-/// device from waiting for the context.
+/// A capture that ends with its test, also if that panics: an open one would prevent all other tests on the device from
+/// waiting for the context.
 pub struct Capturing(Option<Stream>);
 
 impl Capturing {
@@ -65,7 +65,7 @@ pub fn capture_output<T>(
     (graph, output)
 }
 
-/// An allocator with packed memory, a pool and streams, which are settled in the end; then nothing may be left.
+/// An allocator with packed memory, a pool and streams, which are closed at the end; then nothing may be left.
 pub fn pooled_on<const N: usize>(
     config: SimConfig,
     test: impl Fn(&Rig, Allocator, GraphPool, [Stream; N]),

@@ -5,7 +5,7 @@ use std::thread::LocalKey;
 
 use cualloc::sim::Simulator;
 
-/// A call, and what happens beside its next one on this thread.
+/// A driver function, and the action during its next call on this thread.
 type Next = RefCell<Option<(&'static str, Box<dyn FnOnce()>)>>;
 
 thread_local! {
@@ -26,8 +26,8 @@ pub fn install(sim: &Simulator) {
     sim.after(|moment| play(&AFTER, moment.call));
 }
 
-/// Has `work` done once, when the driver has done the next call of a name on this thread and before the
-/// allocator knows. On a rig [with interludes](super::Rig::with_interludes).
+/// Runs `work` once, after the driver has executed the next call with this name on this thread and before the allocator
+/// gets the result. On a rig [with interludes](super::Rig::with_interludes).
 pub fn after(call: &'static str, work: impl FnOnce() + 'static) {
     AFTER.set(Some((call, Box::new(work))));
 }
@@ -37,12 +37,12 @@ pub fn before(call: &'static str, work: impl FnOnce() + 'static) {
     BEFORE.set(Some((call, Box::new(work))));
 }
 
-/// Whether a call has not come yet.
+/// Whether an action has not run yet.
 pub fn is_due() -> bool {
     AFTER.with_borrow(Option::is_some) || BEFORE.with_borrow(Option::is_some)
 }
 
-/// Takes away what has not come yet.
+/// Removes the actions that have not run yet.
 pub fn clear() {
     AFTER.take();
     BEFORE.take();

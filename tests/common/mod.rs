@@ -86,7 +86,7 @@ pub fn ordered() -> Peer {
     unsafe { Peer::ordered() }
 }
 
-/// A folder that goes away with this.
+/// A folder that is removed when this is dropped.
 pub struct Folder(PathBuf);
 
 impl Folder {
@@ -119,8 +119,8 @@ pub fn itself(test: &str) -> Command {
     command
 }
 
-/// Runs the calling test's work in a process of its own, where other tests cannot change what the process has once: a
-/// capture that is known, for example.
+/// Runs the calling test's work in a separate process, where other tests cannot change process-wide state, such as a
+/// known capture.
 pub fn alone(work: impl FnOnce()) {
     const ALONE: &str = "CUALLOC_TEST_ALONE";
     if env::var_os(ALONE).is_some() {
@@ -139,8 +139,8 @@ pub fn alone(work: impl FnOnce()) {
     );
 }
 
-/// Waits for what another thread brings about. Fails if that does not come: the limit is for tests that fail, and has
-/// nothing to do with how long it takes.
+/// Waits for a condition that another thread brings about. Fails if it does not occur within a limit, which is far
+/// above the usual time.
 pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !is_so() {
@@ -152,7 +152,7 @@ pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// Sets a flag when it goes, also with a test that fails: for threads that work until then.
+/// Sets a flag when it is dropped, also by a failing test: for threads that work until then.
 pub struct SetAtEnd<'a>(pub &'a AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -161,7 +161,7 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// The C compiler: `$CC`, else `gcc`; none, with a word about it, if there is none.
+/// The C compiler: `$CC`, else `gcc`; none, with a note, if there is none.
 pub fn compiler() -> Option<OsString> {
     let name = env::var_os("CC").unwrap_or_else(|| "gcc".into());
     match Command::new(&name).arg("--version").output() {
@@ -203,7 +203,7 @@ pub fn test_name() -> String {
     thread.name().unwrap_or("test").replace("::", "-")
 }
 
-/// A driver as a library in a folder of its own, unless there is no compiler.
+/// A driver as a library in a separate folder, unless there is no compiler.
 pub fn library(fake: Fake<'_>) -> Option<(Folder, PathBuf)> {
     let compiler = compiler()?;
     let folder = Folder::new(&test_name());

@@ -1,4 +1,4 @@
-//! Steps of random programs: plain numbers, which the program that runs them reads modulo what there is, so that any
+//! Steps of random programs: plain numbers, which are interpreted modulo the number of existing objects, so that any
 //! part of a program is a program.
 
 use super::rng::Rng;

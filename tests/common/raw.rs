@@ -1,4 +1,4 @@
-//! Streams and blocks by their raw values, as code in C has them.
+//! Streams and blocks by their raw values, as C code uses them.
 
 use cualloc::Error;
 use cualloc::allocator::{Allocator, Block, Request};
@@ -68,7 +68,7 @@ impl RawCalls for Allocator {
     }
 }
 
-/// A raw stream that only its maker knows: what code in C would hand in.
+/// A raw stream that only its creator knows, as C code would pass it.
 pub struct RawStream {
     driver: Driver,
     context: Context,

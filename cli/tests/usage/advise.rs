@@ -1,4 +1,4 @@
-//! `advise`: what it predicts is what replays measure, and what it refuses.
+//! `advise`: its predictions equal what replays measure; and the arguments that it rejects.
 
 use crate::{cualloc, data, fed, object, objects, refused, run, stderr, stdout};
 use serde_json::Value;
@@ -32,7 +32,7 @@ fn measure(path: &str, choice: &Value) {
     }
 }
 
-/// Three sizes: what is asked for and a little, one and a half, and ten times as much.
+/// Three sizes: slightly more than the requested peak, one and a half times, and ten times as much.
 fn predicted_and_measured(name: &str, peak: u64) {
     let path = data(&format!("{name}.csv.gz"));
     let sizes = [peak + peak / 200, peak + peak / 2, peak * 10];
@@ -147,7 +147,8 @@ fn a_trace_that_does_not_fit_is_a_result() {
     assert_eq!(lines[0]["reasons"][0], "the program requires 100 B");
 }
 
-/// What a program ran out of memory in does not fit, whatever was live: of a trace, a snapshot and a recording alike.
+/// A size in which the program ran out of memory does not fit, whatever was live: for a trace, a snapshot and a
+/// recording alike.
 #[test]
 fn a_request_that_failed_has_to_fit_too() {
     let trace = format!("{HEADER}a,0,{0},0\noom,0,{1},0\n", 80 << 20, 50 << 20);

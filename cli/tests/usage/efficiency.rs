@@ -18,7 +18,7 @@ fn figures_with(config: &str, arguments: &[&str], traces: &[&str]) -> Vec<Value>
     figures_of(arguments, files.collect(), config)
 }
 
-/// The object that a command writes for a made-up program of some rows.
+/// The object that a command writes for a generated program.
 fn made_up(kind: &[&str], rows: usize, arguments: &[&str]) -> Value {
     // Tests run at the same time, and may make up the same program.
     static FILES: AtomicUsize = AtomicUsize::new(0);

@@ -1,4 +1,4 @@
-//! Files of other programs: what is read of them, what is said of what they lack, and what refusals say.
+//! Files of other programs: what is read, which gaps are reported, and the texts of errors.
 
 use crate::{data, fed, file, meta, object, packed, recorded, run, split, stderr, stdout};
 use base64::Engine;

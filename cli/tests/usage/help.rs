@@ -1,4 +1,4 @@
-//! Help, notes and tables: what a person reads.
+//! Help, notes and tables: output for people.
 
 use crate::{cualloc, data, file, object, refused, run, scratch, split, stderr, stdout};
 

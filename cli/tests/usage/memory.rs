@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 const MIB: u64 = 1 << 20;
 
-/// The most memory that a process had so far.
+/// The peak memory of a process so far.
 fn most(child: &Child) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -20,7 +20,7 @@ fn most(child: &Child) -> u64 {
     kib * 1024
 }
 
-/// By how much the most memory that the command had grows while it writes half a million rows more.
+/// Returns by how much the peak memory of the command grows while it writes half a million rows more.
 fn growth(arguments: &[&str]) -> u64 {
     let mut child = cualloc()
         .args(arguments)
@@ -54,7 +54,7 @@ fn generated_programs_of_any_length_are_written_row_by_row() {
     }
 }
 
-/// The command with so much address space.
+/// The command with a limited address space.
 fn within(bytes: u64, arguments: &[&str]) -> std::process::Output {
     let script = format!("ulimit -v {}; exec \"$@\"", bytes / 1024);
     Command::new("sh")

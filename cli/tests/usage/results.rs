@@ -1,4 +1,4 @@
-//! Results of the command as programs read them: exit codes, fields, complaints.
+//! Results of the command as programs read them: exit codes, fields, warnings.
 
 use crate::{cualloc, data, file, objects, run, scratch, split, stderr};
 use serde_json::Value;

@@ -96,7 +96,7 @@ impl Engine {
             && !is_special(raw)
             && !self.deferred.load(Ordering::Relaxed)
             && !self.is_scoped()
-            && !self.is_past_use()
+            && !self.is_not_usable()
             && self.same_driver(stream).is_ok()
             // SAFETY: the stream is alive, as the creator of the object guarantees.
             && unsafe { self.driver().is_uncaptured(raw) }

@@ -67,11 +67,12 @@ pub(crate) fn trim_device(engine: &Engine, keep: u64) -> Result<Trimmed, Error> 
     heap.peak_live = heap.requested_now();
     heap.peak_active = 0;
     drop(heap);
-    let dissolved = pools::poll_all(engine).and_then(|()| pools::dissolve(engine, true));
+    let released_pools =
+        pools::poll_all(engine).and_then(|()| pools::release_pool_memory(engine, true));
     let released = release::release(engine, plan)?;
     evicted?;
     Ok(Trimmed {
-        released: finished + released + left? + retried? + dissolved?,
+        released: finished + released + left? + retried? + released_pools?,
         pending,
         streams,
     })

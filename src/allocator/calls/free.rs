@@ -246,7 +246,7 @@ impl Engine {
         (node, ptr): (Node, u64),
         life: Life,
     ) -> bool {
-        if self.is_past_use() {
+        if self.is_not_usable() {
             return false;
         }
         let Some(raw) = cache.lock().begin_query(node, life) else {

@@ -141,7 +141,7 @@ impl Debug {
 
     /// Reports and keeps a finding.
     pub(crate) fn found(&self, finding: Finding) {
-        say(&finding);
+        print(&finding);
         let mut table = self.table();
         if table.findings.len() < MAX_FINDINGS {
             table.findings.push(finding);
@@ -160,7 +160,7 @@ impl Debug {
 
 /// Writes to the program's logger, or to stderr if there is none: a program that enables a debug mode wants its
 /// findings.
-pub(crate) fn say(what: &dyn std::fmt::Display) {
+pub(crate) fn print(what: &dyn std::fmt::Display) {
     if log::log_enabled!(log::Level::Error) {
         log::error!("{what}");
     } else {

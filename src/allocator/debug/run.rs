@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use crate::allocator::cache::grant::Grant;
 use crate::allocator::calls::record;
-use crate::allocator::debug::{Debug, Freed, MAX_FINDINGS, Watched, say};
+use crate::allocator::debug::{Debug, Freed, MAX_FINDINGS, Watched, print};
 use crate::allocator::engine::Engine;
 use crate::allocator::engine::contexts;
 use crate::allocator::engine::naming::Named;
@@ -403,7 +403,7 @@ impl Debug {
                 lines.len() - MAX_LINES
             );
         }
-        say(&text);
+        print(&text);
         let mut table = self.table();
         // The list of an earlier `close` is outdated.
         table

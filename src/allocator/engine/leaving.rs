@@ -38,7 +38,7 @@ impl Streams {
     }
 
     /// Returns the slots of streams of this crate that only the heap still references.
-    pub(crate) fn held_here_alone(&self) -> Vec<(u32, StreamKey)> {
+    pub(crate) fn list_unreferenced(&self) -> Vec<(u32, StreamKey)> {
         let kept = || {
             self.iter().filter_map(|(at, slot)| match &slot.holder {
                 Holder::Kept(stream) if slot.distrusted.is_none() => Some((at, slot, stream)),

@@ -321,7 +321,7 @@ fn cover_batch(engine: &Engine, stream: u32, key: StreamKey, ask: bool) -> Resul
         // An idleness query would invalidate a capture that begins during it, so streams that may capture are not
         // queried.
         let asks = ask && may_query(engine, &holder);
-        if asks && sees_idle(engine, (raw, &context), key, &batch)? {
+        if asks && query_idle(engine, (raw, &context), key, &batch)? {
             return Ok(true);
         }
         record_batch(engine, batch, raw, (&context, &current))
@@ -388,7 +388,7 @@ fn may_query(engine: &Engine, holder: &Holder) -> bool {
 
 /// Whether a stream is idle. Then everything freed on it up to the batch is complete, and becomes available to all
 /// streams in one step.
-fn sees_idle(
+fn query_idle(
     engine: &Engine,
     (raw, context): (usize, &Context),
     key: StreamKey,

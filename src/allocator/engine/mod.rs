@@ -351,14 +351,14 @@ impl Engine {
     /// Whether the allocator is unusable: [`usable`](Self::usable) without the reason. In a forked child not even a
     /// lock may be taken.
     #[inline(always)]
-    pub(crate) fn is_past_use(&self) -> bool {
+    pub(crate) fn is_not_usable(&self) -> bool {
         process::is_unavailable() || (self.fast_id() == 0 && self.lost.get().is_some())
     }
 
     /// Checks whether the allocator is usable at all.
     #[inline]
     pub(crate) fn usable(&self) -> Result<(), Error> {
-        match self.is_past_use() {
+        match self.is_not_usable() {
             false => Ok(()),
             true => check_use(self),
         }
@@ -418,7 +418,7 @@ impl Engine {
                 !known && !streams.is_empty()
             };
             if news {
-                lines::say(
+                lines::log(
                     Level::Warn,
                     module_path!(),
                     format_args!(
@@ -435,7 +435,7 @@ impl Engine {
 
     /// Records that another context was destroyed with all its objects.
     pub(crate) fn end_context(&self, context: &Context) {
-        lines::say(
+        lines::log(
             Level::Warn,
             module_path!(),
             format_args!(

@@ -234,7 +234,7 @@ impl Engine {
 
     /// Retires streams that only the heap still references: records their last marker and drops them.
     pub(crate) fn prune(&self) {
-        let alone = self.lock().streams.held_here_alone();
+        let alone = self.lock().streams.list_unreferenced();
         for (stream, key) in alone {
             if let Err(error) = leaving::retire_slot(self, stream, key) {
                 self.log_marker_failure(&error);

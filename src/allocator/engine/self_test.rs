@@ -171,7 +171,7 @@ fn test(engine: &Engine, with_kernels: bool) -> Result<Option<bool>, Error> {
                 stitch::commit(&mut heap, &want, stitch, &handles)
             };
             drop(maker);
-            let result = try_both_sides(engine, sides, with_kernels);
+            let result = test_both_mappings(engine, sides, with_kernels);
             match result {
                 Ok(done) => {
                     end(engine, block, sides)?;
@@ -199,7 +199,7 @@ fn test(engine: &Engine, with_kernels: bool) -> Result<Option<bool>, Error> {
 }
 
 /// Runs the test on its own stream. The outer error means that the work could not be waited for.
-fn try_both_sides(
+fn test_both_mappings(
     engine: &Engine,
     sides: [u64; 2],
     with_kernels: bool,

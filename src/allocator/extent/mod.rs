@@ -130,7 +130,7 @@ impl Extents {
     }
 
     /// Frees memory that no stream has used yet. While only one stream is known, it merges with that stream's own.
-    pub(crate) fn put_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
+    pub(crate) fn free_fresh(&mut self, space: SpaceId, id: u32, stream: u32) {
         let uses = self.parts(space).0.fresh_uses(stream);
         self.release(space, id, stream, uses);
     }

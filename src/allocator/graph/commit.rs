@@ -36,7 +36,7 @@ pub(crate) fn make(maker: &PhysicalConfig<'_>, plan: &Plan) -> Result<Vec<u64>, 
 }
 
 /// Moves a claimed handle from its home to its planned place in a pool. Also returns whether it left its home.
-pub(crate) fn move_in(
+pub(crate) fn move_handle_in(
     maker: &PhysicalConfig<'_>,
     planned: &(u64, Vec<u64>),
     (from, handle): (&Release, u64),
@@ -110,7 +110,7 @@ pub(crate) unsafe fn retain(
 
 /// Releases everything in an unused arena to the driver. Handles that could not be unmapped stay in it; the first error
 /// is returned. A failed release is not repeated, because the driver may have released the handle.
-pub(crate) fn dissolve(context: &Context, arena: &mut Arena) -> Result<(), DriverError> {
+pub(crate) fn release_arena(context: &Context, arena: &mut Arena) -> Result<(), DriverError> {
     let entered = context.enter()?;
     let mut first = Ok(());
     let mut failed = |error| first = first.and(Err(error));

@@ -405,7 +405,7 @@ impl Graphs {
     }
 
     /// Removes the events of uses that nothing waits for any more; the caller drops them without the lock.
-    pub(crate) fn spent(&mut self, uses: &[Pending]) -> Vec<Arc<Pooled>> {
+    pub(crate) fn take_unneeded(&mut self, uses: &[Pending]) -> Vec<Arc<Pooled>> {
         let uses = uses.iter();
         uses.filter_map(|used| self.events.remove(&used.event))
             .collect()

@@ -232,7 +232,7 @@ impl Heap {
         let at = self.caches.all.iter().position(|f| std::ptr::eq(*f, cache));
         let outcome = match at.and_then(|at| locked.get_mut(at)) {
             Some(inner) if owner.is_none_or(|owner| inner.serves(owner)) => {
-                inner.take_beyond(request)
+                inner.take_ignoring_peak(request)
             }
             _ => return Allocated::Stranger,
         };

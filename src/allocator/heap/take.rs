@@ -227,8 +227,8 @@ impl Heap {
         }
         let want = request.want(SpaceId::Large, stream);
         let id = match self.streams.several() {
-            true => self.take_beside_others(&want)?,
-            false => self.take_alone(&want)?,
+            true => self.take_among_several(&want)?,
+            false => self.take_as_only_stream(&want)?,
         };
         self.stats.reclaim.ready += 1;
         self.stats.hits += 1;
@@ -249,7 +249,7 @@ impl Heap {
 
     /// Takes ready memory for the only stream.
     #[inline(always)]
-    fn take_alone(&mut self, want: &Want) -> Option<u32> {
+    fn take_as_only_stream(&mut self, want: &Want) -> Option<u32> {
         self.uncache_provisional();
         if !self.extents.large.merge_own || !self.caches.due.is_empty() {
             return None;
@@ -264,7 +264,7 @@ impl Heap {
 
     /// Takes ready memory for one of several streams, if no stream needs a query or a marker.
     #[inline(never)]
-    fn take_beside_others(&mut self, want: &Want) -> Option<u32> {
+    fn take_among_several(&mut self, want: &Want) -> Option<u32> {
         let near = self.is_near_limit();
         self.uncache_provisional();
         let quiet = !self.streams.unretired && self.streams.needs_no_query(want.stream, near);

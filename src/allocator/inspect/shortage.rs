@@ -48,7 +48,7 @@ pub(crate) fn out_of_memory_in_pool(
 }
 
 /// Returns the report for a resume that lacks these bytes from the driver. It counts no request.
-pub(crate) fn short_of(heap: &mut Heap, bytes: u64) -> OutOfMemory {
+pub(crate) fn out_of_memory_in_resume(heap: &mut Heap, bytes: u64) -> OutOfMemory {
     let absent = absent(heap);
     let shortage = Shortage {
         growth: bytes,

@@ -334,7 +334,7 @@ pub(crate) fn free_rest(heap: &mut Heap, want: &Want, (space, id): (SpaceId, u32
     if heap.extents.records[id].granules > granules {
         let (at, records) = heap.extents.parts(space);
         let rest = at.split(records, id, granules);
-        heap.extents.put_fresh(space, rest, want.stream);
+        heap.extents.free_fresh(space, rest, want.stream);
     }
 }
 
@@ -364,7 +364,7 @@ pub(crate) fn note_reason(heap: &mut Heap, want: &Want, fresh: &Fresh) {
 pub(crate) fn commit_free(heap: &mut Heap, want: &Want, fresh: &Fresh, handles: &[u64]) {
     hold_all(heap, fresh, handles);
     note_reason(heap, want, fresh);
-    heap.extents.put_fresh(fresh.space, fresh.id, want.stream);
+    heap.extents.free_fresh(fresh.space, fresh.id, want.stream);
 }
 
 /// Commits a growth whose block could not be used because a wait failed: the new memory becomes free, and the

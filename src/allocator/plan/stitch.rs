@@ -153,7 +153,7 @@ fn claim_memory(
 
 /// Adds the handles of new memory to the heap, each with its mapping in the view, and returns them in the form of a
 /// stitch's additions.
-fn hold_fresh(heap: &mut Heap, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
+fn add_fresh_handles(heap: &mut Heap, fresh: &Fresh, handles: &[u64]) -> Vec<(u64, u64, u64)> {
     let homes = growth::hold_all(heap, fresh, handles);
     heap.physical.count_views(homes.iter().copied(), true);
     let made = homes.iter().zip(&fresh.sizes).zip(handles);
@@ -182,7 +182,7 @@ pub(crate) fn commit(heap: &mut Heap, want: &Want, mut stitch: Stitch, handles: 
     heap.views.segs_under_way -= stitch.adds.len();
     let mut parts: Vec<u32> = stitch.aliased.parts.iter().map(|(id, _)| *id).collect();
     if let Some(fresh) = stitch.fresh {
-        stitch.adds.extend(hold_fresh(heap, &fresh, handles));
+        stitch.adds.extend(add_fresh_handles(heap, &fresh, handles));
         let taken = parts.iter().map(|id| heap.extents.records[*id].granules);
         let needed = want.granules - taken.sum::<u32>();
         growth::free_rest(heap, want, (SpaceId::Large, fresh.id), needed);
@@ -213,8 +213,8 @@ pub(crate) fn revert(
     if !fresh.is_empty()
         && let Some(new) = stitch.fresh.take()
     {
-        stitch.adds.extend(hold_fresh(heap, &new, fresh));
-        heap.extents.put_fresh(SpaceId::Large, new.id, want.stream);
+        stitch.adds.extend(add_fresh_handles(heap, &new, fresh));
+        heap.extents.free_fresh(SpaceId::Large, new.id, want.stream);
     }
     let (kept, undone) = stitch.adds.split_at(still_mapped.min(stitch.adds.len()));
     heap.physical

@@ -296,7 +296,8 @@ impl Search {
     /// and with `waits` waits for work, calls hooks, and waits for the contexts.
     fn make_room(&mut self, engine: &Engine, missing: u64, waits: bool) -> Result<bool, Error> {
         find_idle(engine)?;
-        let mut released = pools::poll_all(engine).and_then(|()| pools::dissolve(engine, true))?;
+        let mut released =
+            pools::poll_all(engine).and_then(|()| pools::release_pool_memory(engine, true))?;
         let excess = |engine: &Engine| missing.saturating_sub(engine.lock().room());
         released += release::release_settled(engine, None, excess(engine), |_, _, _, _| true)?;
         let plan = {

@@ -67,7 +67,7 @@ fn move_cell(
     let done = match made {
         Ok(handles) => {
             growth::hold_all(heap, &fresh, &handles);
-            heap.extents.put_fresh(fresh.space, fresh.id, want.stream);
+            heap.extents.free_fresh(fresh.space, fresh.id, want.stream);
             Ok(true)
         }
         Err(failure) => {

@@ -229,7 +229,7 @@ fn take_step<'a>(
                 (heap, spared) = run_unlocked(engine, heap, || {
                     pools::poll_all(engine)?;
                     pools::await_leases(engine, SOON, |pool| pool.has_only_free());
-                    pools::dissolve(engine, true)
+                    pools::release_pool_memory(engine, true)
                 })?;
                 if spared > 0 {
                     reclaim.restart();

@@ -308,7 +308,7 @@ impl Finder<'_> {
                 if u64::from(entry.granules) > most {
                     return false;
                 }
-                if let Some(run) = self.run_led_by(entry.id, usable, wanted)
+                if let Some(run) = self.run_from_head(entry.id, usable, wanted)
                     && run.granules <= most
                     && run.holds(want)
                 {
@@ -339,7 +339,7 @@ impl Finder<'_> {
 
     /// Returns the run around a wanted piece, if that is the first wanted piece of the run, so that every run is
     /// visited once.
-    fn run_led_by(
+    fn run_from_head(
         &self,
         id: u32,
         usable: impl Fn(u32) -> bool,

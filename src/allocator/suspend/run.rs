@@ -12,7 +12,7 @@ use crate::allocator::engine::segment_hooks::{Segment, SegmentChange};
 use crate::allocator::graph::run::pools;
 use crate::allocator::graph::run::refuse_released;
 use crate::allocator::heap::Heap;
-use crate::allocator::inspect::shortage::short_of;
+use crate::allocator::inspect::shortage::out_of_memory_in_resume;
 use crate::allocator::physical::commit::PhysicalConfig;
 use crate::allocator::suspend::commit;
 use crate::allocator::suspend::contents::{Contents, Keep};
@@ -335,7 +335,7 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
         trim_unused(engine)?;
         if !target::reserve_room(&mut engine.lock(), missing) {
             drop(work);
-            let error = short_of(&mut engine.lock(), missing);
+            let error = out_of_memory_in_resume(&mut engine.lock(), missing);
             return Err(device::out_of_memory(engine, error, None));
         }
     }
@@ -351,7 +351,7 @@ pub(crate) fn resume(engine: &Engine, selected: Selected) -> Result<Resumed, Err
             drop(work);
             return Err(match error.driver_error() {
                 Some(cause) if cause.is_out_of_memory() => {
-                    let error = short_of(&mut engine.lock(), missing);
+                    let error = out_of_memory_in_resume(&mut engine.lock(), missing);
                     device::out_of_memory(engine, error, Some(cause))
                 }
                 _ => error,

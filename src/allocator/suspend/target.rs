@@ -248,7 +248,7 @@ pub(crate) fn drop_leaving(heap: &mut Heap, id: u64, suspension: &mut Suspension
     let Some(range) = heap.ranges.map.get_mut(&id) else {
         return;
     };
-    // A handle that is present stays until the driver has it.
+    // After a suspension that failed, some handles are still held: then all of them stay for the next attempt.
     let mut present = homes.iter().filter(|handle| handle.handle.is_some());
     if present.next().is_some() {
         return;

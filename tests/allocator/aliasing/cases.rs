@@ -1,5 +1,4 @@
-//! Who writes and reads how. Each round gets two addresses of one memory, the other way round in
-//! the next one.
+//! The ways of writing and reading. Each round gets two addresses of one memory, which the next round swaps.
 
 use super::lab::Needs::{self, Bulk, Nothing, Words};
 use super::lab::{ADD, ANY, ATOMIC_ADD, CHECK, CONSTANT, EXCHANGE, Lab, READ_ONLY, STORE};
@@ -76,8 +75,8 @@ pub const IN_ORDER: &[Case] = &[
     }),
 ];
 
-/// Two owners of alternate 512-byte pieces of the same pages, each through its own address and on
-/// its own stream, with nothing between them; then each looks at what the other wrote.
+/// Two owners of alternate 512-byte pieces of the same pages, each through its own address and on its own stream,
+/// without any order between them; then each reads what the other wrote.
 pub const AT_ONCE: &[Case] = &[
     case("fills", Nothing, |lab, w, r, bytes, seed| {
         // One call a piece: a part of the memory is enough.
@@ -137,7 +136,7 @@ pub const AT_ONCE: &[Case] = &[
     }),
 ];
 
-/// One owner puts `seed` and adds 3 to its pieces, the other `seed + 5` and 9.
+/// One owner writes `seed` to its pieces and adds 3, the other writes `seed + 5` and adds 9.
 fn both(lab: &Lab<'_>, w: u64, r: u64, bytes: usize, seed: u32, mine: [u32; 2], theirs: [u32; 2]) {
     lab.follow(&lab.b, &lab.a);
     lab.words(mine[0], 0, w, bytes, seed, &lab.a);

@@ -154,7 +154,7 @@ impl<'a> Lab<'a> {
         unsafe { entered.copy_device_to_device(to, from, bytes, stream.raw()) }.unwrap();
     }
 
-    /// Orders the next work of `after` behind the present work of `before`.
+    /// Orders later work of `after` behind the work of `before` so far.
     pub fn follow(&self, after: &Stream, before: &Stream) {
         let event = before.context().enter().unwrap().create_event().unwrap();
         event.record(before).unwrap();

@@ -83,7 +83,7 @@ fn wrong_words_are_counted() {
     });
 }
 
-/// Another memory at an address where one was unmapped a moment ago, beside a running kernel.
+/// Other memory is mapped at an address directly after an unmapping there, while a kernel runs.
 #[test]
 fn an_address_shows_the_memory_that_is_mapped_there_now() {
     only(Policy::Packed, |rig| {
@@ -105,7 +105,7 @@ fn an_address_shows_the_memory_that_is_mapped_there_now() {
     });
 }
 
-/// The second device, with access to the first one's memory; none, with a word about it.
+/// The second device, with access to the first one's memory; none, with a note, if there is no such device.
 fn peer(rig: &Rig) -> Option<(Device, Context)> {
     if rig.driver.device_count().unwrap() < 2 {
         eprintln!("SKIPPED: needs two devices");
@@ -120,8 +120,8 @@ fn peer(rig: &Rig) -> Option<(Device, Context)> {
     Some((second, context))
 }
 
-/// Two devices, each through an address of its own: in order they read what the other wrote, and at
-/// the same time they do not touch each other's pieces of a page.
+/// Two devices, each through its own address: ordered accesses read what the other device wrote, and concurrent
+/// accesses do not change each other's pieces of a page.
 #[test]
 fn devices_share_memory_at_two_addresses() {
     only_on(Policy::Packed, SimConfig::with_devices(2, 8 << 30), |rig| {

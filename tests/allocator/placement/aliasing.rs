@@ -1,4 +1,4 @@
-//! Before the first view the device is tested for keeping memory the same through two addresses.
+//! Before the first view, a test determines if writes through one address are visible through another.
 
 use super::*;
 use cualloc::allocator::SelfTest;
@@ -14,7 +14,7 @@ fn tested(allocator: &Allocator) -> SelfTest {
     allocator.stats().packing.self_test
 }
 
-/// A device that does not keep memory the same through two addresses.
+/// A device on which writes through one address are not visible through another.
 fn broken() -> SimConfig {
     SimConfig {
         broken_aliasing: true,
@@ -49,8 +49,7 @@ fn the_first_view_is_tested_once_for_all_allocators() {
     });
 }
 
-/// Nothing of the test is on the user's stream, and nothing waits for what runs there, as loading
-/// kernels might.
+/// No work of the test is on the user's stream, and the test does not wait for work there, as loading kernels might.
 #[test]
 fn the_test_does_not_wait_for_running_work() {
     only(Policy::Packed, |rig| {
@@ -130,8 +129,8 @@ fn without_memory_for_the_test_views_are_built_anyway() {
     });
 }
 
-/// A copy whose end cannot be seen may write later on: by then another call's variables lie where those
-/// of the test lay.
+/// A copy whose end cannot be observed may write later, when variables of another call are at the same place on the
+/// stack.
 #[test]
 fn r2_the_test_copies_to_memory_that_it_may_leak() {
     only_simulated(Policy::Packed, |rig, sim| {

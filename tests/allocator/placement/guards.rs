@@ -75,7 +75,7 @@ fn a_block_freed_under_guards_stays_until_the_last_guard_is_dropped() {
     });
 }
 
-/// R21: what other streams did with a block counts from its free, not from its guard's end.
+/// R21: uses by other streams last until the block's free, not until the end of its guard.
 #[test]
 fn r21_a_guard_forgets_no_use_of_another_stream() {
     each(|rig| {

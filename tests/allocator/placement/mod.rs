@@ -1,5 +1,4 @@
-//! Bounds on what one allocation maps, wishes about a block's place, guards, and the test before the
-//! first view.
+//! Bounds on what one allocation maps, placement constraints, guards, and the test before the first view.
 
 mod aliasing;
 mod figures;

@@ -1,4 +1,4 @@
-//! Streams of others that are adopted: kept on the caller's word that their handles live until they are retired.
+//! Adopted streams: the caller promises that their handles live until they are retired.
 
 use crate::common::prelude::*;
 use cualloc::error::StreamMisuse;
@@ -59,8 +59,8 @@ fn r25_an_adopted_handle_is_not_queried_until_it_is_retired() {
     }
 }
 
-/// What was freed on an adopted stream gets its marker in calls that do not name it. It is asked whether it is
-/// idle only where the program promises that nothing is captured.
+/// Frees on an adopted stream get their marker in calls that do not name the stream. The stream's idleness is queried
+/// only if the program promises that nothing is captured.
 #[test]
 fn r25_a_handle_does_not_find_the_stream_cache_that_serves_another_stream_by_now() {
     only_simulated(Policy::Packed, |rig, _| {

@@ -1,11 +1,12 @@
-//! Requests that find ready memory while several streams are about take it in one go, to the same end as step by step.
+//! Requests that find ready memory while several streams are known take it in one step, with the same result as step by
+//! step.
 
 use crate::common::prelude::*;
 use crate::common::rng::Rng;
 use cualloc::allocator::ReclaimStats;
 
-/// What a program of a seed came to: where each block was, how requests were served, and the driver's calls by name. The
-/// requests wish for nothing, or for what they have anyway: such requests go step by step.
+/// The outcome of the program of a seed: the place of each block, how requests were served, and the driver calls by
+/// name. Requests have no constraints, or constraints without effect: the latter are served step by step.
 fn outcome(
     seed: u64,
     wishing: bool,

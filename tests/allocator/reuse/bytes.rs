@@ -4,7 +4,7 @@ use crate::common::prelude::*;
 use cualloc::allocator::Waits;
 use cualloc::driver::Feature;
 
-/// S1.37: the second allocation of a size asks nothing of the driver.
+/// S1.37: the second allocation of a size makes no driver call.
 #[test]
 fn s1_37_reuse_makes_no_driver_call_for_memory() {
     each(|rig| {
@@ -83,8 +83,8 @@ fn r3_changing_sizes_do_not_run_away() {
     });
 }
 
-/// R60: where memory is scarce small blocks that stay keep neither the memory between them from being given back nor
-/// from serving something larger.
+/// R60: if memory is scarce, surviving small blocks prevent neither the release of the memory between them nor its use
+/// for larger blocks.
 #[test]
 fn r60_small_survivors_pin_little() {
     only(Policy::Packed, |rig| {
@@ -104,7 +104,7 @@ fn r60_small_survivors_pin_little() {
     });
 }
 
-/// R63: what was split for one stream is another's, whole, when the first is done with it.
+/// R63: memory that was split for one stream is available to another one, merged, once the first has finished with it.
 #[test]
 fn r63_split_memory_is_not_its_streams_for_ever() {
     only(Policy::Packed, |rig| {
@@ -128,7 +128,7 @@ fn r63_split_memory_is_not_its_streams_for_ever() {
     });
 }
 
-/// R36: three streams that pass blocks on hold hardly more than is live, if they may wait for each other.
+/// R36: three streams that pass on blocks hold hardly more than the live bytes, if they may wait for each other.
 #[test]
 fn r36_a_pipeline_of_streams_holds_little() {
     only(Policy::Packed, |rig| {

@@ -1,5 +1,5 @@
-//! Contexts beside the allocator's own: the retirement of their streams, their end, and the answer that a handle of
-//! theirs is invalid.
+//! Contexts other than the allocator's: retirement of their streams, their destruction, and errors about invalid
+//! handles.
 
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
@@ -53,7 +53,7 @@ fn retired(allocator: &Allocator, there: &Elsewhere) {
     allocator.raw_retire(there.stream).unwrap();
 }
 
-/// Everything can be waited for and given back, and is no longer pending.
+/// All memory is complete after a wait, and can be released.
 fn nothing_is_pending(allocator: &Allocator) {
     allocator.trim(0).unwrap();
     allocator.synchronize().unwrap();
@@ -68,7 +68,7 @@ fn used_by(allocator: &Allocator, own: &Stream, there: &Elsewhere, bytes: usize)
     allocator.raw_record_use(block.ptr(), there.stream).unwrap();
 }
 
-/// Also where another thread waits for all contexts just then: the retirement ends when that is done with them.
+/// The same while another thread waits for all contexts: the retirement returns after that wait.
 #[test]
 fn d6_a_context_may_be_destroyed_while_a_thread_synchronises() {
     each_simulated(|rig, sim| {
@@ -105,8 +105,8 @@ fn d6_a_context_may_be_destroyed_while_a_thread_synchronises() {
     });
 }
 
-/// Once its streams are retired a context may be destroyed: nothing of it is asked any more, and the events of markers
-/// and the spare ones went before it.
+/// Once its streams are retired, a context may be destroyed: none of its objects is queried any more, and the events of
+/// markers and the spare ones were destroyed before.
 #[test]
 fn d6_a_context_may_be_destroyed_once_its_streams_are_retired() {
     for (bytes, seen) in [(KIB, false), (4 * MIB, false), (4 * MIB, true)] {
@@ -153,8 +153,8 @@ fn d6_memory_of_a_retired_stream_elsewhere_is_waited_for() {
     });
 }
 
-/// A context is destroyed without a retirement of its stream. The wait for everything finds that out: what the stream
-/// used is complete then, and no free asks it any more.
+/// A context is destroyed without a retirement of its stream. The wait for everything detects that: what the stream
+/// used is complete then, and frees do not query it any more.
 #[test]
 fn a_context_found_destroyed_does_not_lose_our_own() {
     for checks in [false, true] {
@@ -365,7 +365,7 @@ fn the_distrust_of_a_context_ends_with_its_known_destruction() {
     }
 }
 
-/// A close asks the context again, waits for it if it lives, and changes nothing if that fails.
+/// A close queries the context again, waits for it if it is alive, and changes nothing if that fails.
 #[test]
 fn a_close_waits_for_a_distrusted_context() {
     each_simulated(|rig, sim| {
@@ -385,7 +385,7 @@ fn a_close_waits_for_a_distrusted_context() {
     });
 }
 
-/// A stream of a distrusted context that is retired in due form may be destroyed: no free asks it.
+/// A retired stream of a distrusted context may be destroyed: no free queries it.
 #[test]
 fn a_retired_stream_of_a_distrusted_context_is_not_queried() {
     for find in FINDS {
@@ -448,7 +448,7 @@ fn retirements_that_fail_leave_a_bounded_number_of_events() {
     }
 }
 
-/// So does one that fails since others go on freeing.
+/// The same holds for a retirement that fails because other threads keep freeing.
 #[test]
 fn a_retirement_beside_frees_leaves_one_marker() {
     each_with_interludes(|rig, sim| {

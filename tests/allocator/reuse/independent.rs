@@ -1,4 +1,4 @@
-//! Streams that the program left independent stay independent while memory can be had.
+//! Streams that the program does not order stay independent while memory is available.
 
 use crate::common::prelude::*;
 use cualloc::allocator::Waits;
@@ -6,10 +6,10 @@ use cualloc::allocator::Waits;
 /// Lengths on both sides of every border between small, large, viewed and huge blocks.
 const SIZES: [usize; 7] = [512, 40 * KIB, 96 * KIB, MIB, 4 * MIB, 64 * MIB, GIB];
 
-/// How the memory that a request finds came to be pending on other streams.
+/// Why the memory that a request finds is pending on other streams.
 #[derive(Clone, Copy, Debug)]
 enum Shape {
-    /// Allocated by the asking stream, used by the other ones.
+    /// Allocated by the requesting stream, used by the other ones.
     Recorded,
     /// Allocated and freed by the other streams.
     Foreign,

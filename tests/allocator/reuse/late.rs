@@ -1,4 +1,4 @@
-//! A block that is used and freed while the driver tells how far its stream is.
+//! A block that is used and freed while the driver reports the progress of its stream.
 
 use crate::common::prelude::*;
 

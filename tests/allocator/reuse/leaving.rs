@@ -1,4 +1,4 @@
-//! Streams that leave while their memory is in use, and contexts that go with them.
+//! Streams that are retired while their memory is in use, and the destruction of their contexts.
 
 use std::sync::mpsc;
 
@@ -15,8 +15,7 @@ fn room_for(bytes: usize) -> usize {
     if bytes > MIB { BLOCK } else { 2 * MIB }
 }
 
-/// Another stream writes to memory of that size, of which there is no other; whatever still uses it is
-/// reported.
+/// Another stream writes to the only memory of that size; the simulator reports any use that is not complete.
 pub(super) fn use_elsewhere(rig: &Rig, allocator: &Allocator, bytes: usize, stream: &Stream) {
     let next = allocator.allocate(bytes, stream).unwrap();
     rig.stamp(next.ptr(), bytes, 2, stream);
@@ -39,8 +38,8 @@ fn before_the_next_user<R>(act: impl Fn(&Rig, &Simulator, &Allocator, &Stream, u
     }
 }
 
-/// What the stream of a buffer is given behind the last marker, before the retirement ends, comes before the
-/// memory's next user.
+/// Work that the stream of a buffer gets after the last marker, before the retirement ends, precedes the memory's next
+/// user.
 #[test]
 fn d3_work_between_the_last_marker_and_the_end_counts() {
     before_the_next_user(|_, sim, allocator, home, bytes| {
@@ -58,7 +57,7 @@ fn d3_work_between_the_last_marker_and_the_end_counts() {
     });
 }
 
-/// The free of a buffer that has looked whether its stream is retired, when it was not, may come when it is.
+/// The free of a buffer checks whether its stream is retired; the stream may be retired between the check and the free.
 #[test]
 fn d3_a_free_that_began_before_the_end_counts() {
     each_with_interludes(|rig, sim| {
@@ -93,7 +92,7 @@ fn d3_a_free_that_began_before_the_end_counts() {
     });
 }
 
-/// Retires the stream as soon as there is memory, before anything is done with it.
+/// Retires the stream directly after the allocation, before the memory is used.
 fn retire_before_use(allocator: &Allocator, stream: &Stream) {
     let (allocator, stream) = (allocator.clone(), stream.clone());
     interlude::after("cuThreadExchangeStreamCaptureMode", move || {
@@ -105,7 +104,7 @@ fn retire_before_use(allocator: &Allocator, stream: &Stream) {
     });
 }
 
-/// A column is filled behind the last marker of its stream.
+/// A column is filled after the last marker of its stream.
 #[test]
 fn d3_columns_of_a_retired_stream_come_before_the_next_user() {
     for (of_resource, into_block) in [(false, true), (false, false), (true, false)] {
@@ -172,8 +171,8 @@ fn d3_a_retirement_that_fails_changes_nothing() {
     });
 }
 
-/// A retirement that fails when its stream was named again meanwhile: both slots are the stream's, and the next
-/// one takes both.
+/// A retirement fails after its stream was named again: both slots belong to the stream, and the next retirement ends
+/// both.
 #[test]
 fn d3_a_failed_retirement_beside_new_memory_is_completed_later() {
     each_with_interludes(|rig, sim| {
@@ -196,8 +195,8 @@ fn d3_a_failed_retirement_beside_new_memory_is_completed_later() {
     });
 }
 
-/// A question to a stream that fails when another thread has retired it meanwhile leaves nothing to be covered:
-/// no marker could cover it, and `close` would wait for ever.
+/// A query of a stream fails after another thread has retired the stream: it must leave no uncovered frees, because no
+/// marker could cover them and `close` would wait forever.
 #[test]
 fn d9_a_failed_query_during_a_retirement_does_not_block_the_end() {
     each_with_interludes(|rig, sim| {
@@ -215,8 +214,7 @@ fn d9_a_failed_query_during_a_retirement_does_not_block_the_end() {
     });
 }
 
-/// A synchronisation that fails leaves tickets as they were: what is freed on a retired stream is covered by its
-/// last marker.
+/// A failed synchronisation does not change tickets: frees on a retired stream are covered by its last marker.
 #[test]
 fn d7_a_synchronisation_that_fails_changes_nothing() {
     each_simulated(|rig, sim| {
@@ -237,7 +235,7 @@ fn d7_a_synchronisation_that_fails_changes_nothing() {
     });
 }
 
-/// The same of streams that go on: a batch is as full after the failure as it was before.
+/// The same for streams in use: a batch is as full after the failure as before.
 #[test]
 fn d7_a_synchronisation_that_fails_takes_no_batch_away() {
     let frees_until_marked = |fails: bool| {
@@ -295,8 +293,8 @@ fn d12_a_stream_that_was_named_by_its_handle_is_kept_alive() {
     });
 }
 
-/// The legacy stream is kept as the context is, also where it was only ever named by its handles: a marker may
-/// be recorded there at any time, so also for a batch that is not full and whose stream no call names.
+/// The legacy stream is kept as long as the context, even if it was only named by its handles: a marker may be recorded
+/// there at any time, also for a batch that is not full and in calls that do not name the stream.
 #[test]
 fn d12_the_legacy_stream_is_kept_under_either_handle() {
     only(Policy::Packed, |rig| {

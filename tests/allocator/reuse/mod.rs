@@ -23,7 +23,7 @@ fn waits(rig: &Rig) -> u64 {
     rig.calls("cuStreamWaitEvent")
 }
 
-/// Two devices, or a word about it.
+/// Two devices, or a note that there are not two.
 fn two_devices(test: impl Fn(&Rig, &Context)) {
     for policy in [Policy::Packed, Policy::Classic] {
         only_on(policy, SimConfig::with_devices(2, 8 << 30), |rig| {

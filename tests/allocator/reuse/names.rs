@@ -210,7 +210,8 @@ fn d11_another_current_context_is_an_error_where_it_is_checked() {
     });
 }
 
-/// D11: what a thread remembers of another context's default stream does not serve the handle, which it has as well.
+/// D11: a thread's cached entry for another context's default stream does not serve the special handle, although both
+/// have the same value.
 #[test]
 fn d11_a_default_stream_of_another_context_is_not_found_by_the_handle() {
     beside_another_context(|rig, other| {

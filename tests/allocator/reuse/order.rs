@@ -3,8 +3,8 @@
 use super::waits;
 use crate::common::prelude::*;
 
-/// S1.40, S1.46: what another stream may still use is not handed out. R29: a use recorded through a pointer into a
-/// block is a use of the block.
+/// S1.40, S1.46: memory that another stream may still use is not handed out. R29: a use recorded through a pointer into
+/// a block is a use of the block.
 #[test]
 fn s1_40_s1_46_r29_recorded_block_is_not_reused_while_the_stream_runs() {
     each(|rig| {
@@ -37,7 +37,7 @@ fn s1_40_s1_46_r29_recorded_block_is_not_reused_while_the_stream_runs() {
     });
 }
 
-/// R5: uses on a side stream do not add up to an out-of-memory.
+/// R5: uses on a side stream do not accumulate until memory runs out.
 #[test]
 fn r5_side_stream_uses_never_run_out() {
     each(|rig| {
@@ -115,7 +115,7 @@ fn r21_merged_memory_keeps_the_uses_of_its_parts() {
     });
 }
 
-/// R22: taking over what is complete adds no wait.
+/// R22: reusing complete memory adds no wait.
 #[test]
 fn r22_complete_blocks_are_taken_without_a_wait() {
     each(|rig| {
@@ -136,7 +136,7 @@ fn r22_complete_blocks_are_taken_without_a_wait() {
     });
 }
 
-/// R28: what is complete on one stream is reused although an older use of another is not.
+/// R28: memory that is complete on one stream is reused although an older use by another stream is not.
 #[test]
 fn r28_slow_stream_does_not_delay_others() {
     each(|rig| {
@@ -169,8 +169,7 @@ fn r28_slow_stream_does_not_delay_others() {
     });
 }
 
-/// R30: a precise use ends where it was recorded, not at the free; and the peak is the same each
-/// time.
+/// R30: a precise use ends where it was recorded, not at the free; and the peak is the same in each round.
 #[test]
 fn r30_precise_use_ends_at_its_record() {
     each(|rig| {

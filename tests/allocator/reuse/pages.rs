@@ -1,4 +1,4 @@
-//! Pages of small blocks: which stream has them, and who gets them next.
+//! Pages of small blocks: their stream, and their next user.
 
 use crate::common::prelude::*;
 use cualloc::allocator::BlockState;
@@ -17,8 +17,8 @@ fn reserved(allocator: &Allocator) -> usize {
     allocator.stats().all.reserved.current as usize
 }
 
-/// Blocks that another stream used wait in batches until those are full. Before memory is added that stream is asked
-/// for what they hold, full or not.
+/// Blocks that another stream used wait in batches until those are full. Before memory is added, that stream is queried
+/// for them, full or not.
 #[test]
 fn held_back_blocks_are_used_before_growth() {
     only(Policy::Packed, |rig| {
@@ -48,8 +48,8 @@ fn held_back_blocks_are_used_before_growth() {
     });
 }
 
-/// R61: what one stream's stream cache did not need since the last time that a page was missing serves
-/// others before memory is added.
+/// R61: pages that a stream cache did not need since the last shortage of pages serve other streams before memory is
+/// added.
 #[test]
 fn r61_idle_pages_serve_other_streams() {
     only(Policy::Packed, |rig| {
@@ -71,8 +71,7 @@ fn r61_idle_pages_serve_other_streams() {
     });
 }
 
-/// A stream cache whose need goes up and down keeps the pages that it needs, also while others lack
-/// some.
+/// A stream cache with varying need keeps the pages that it needs, also while others lack some.
 #[test]
 fn pages_in_use_stay_with_their_cache() {
     only(Policy::Packed, |rig| {
@@ -94,7 +93,7 @@ fn pages_in_use_stay_with_their_cache() {
     });
 }
 
-/// R61: of a stream cache that hands nothing out also the runs that it kept as they were go.
+/// R61: a stream cache that allocates nothing also returns the runs that it kept unmerged.
 #[test]
 fn r61_an_idle_cache_gives_up_all_its_pages() {
     only(Policy::Packed, |rig| {
@@ -112,7 +111,7 @@ fn r61_an_idle_cache_gives_up_all_its_pages() {
     });
 }
 
-/// Blocks that another stream used are one free run again once it is done.
+/// Blocks that another stream used merge into one free run once that stream is idle.
 #[test]
 fn returned_blocks_merge() {
     only(Policy::Packed, |rig| {
@@ -136,7 +135,7 @@ fn returned_blocks_merge() {
     });
 }
 
-/// Blocks that other streams are done with are free, also while their stream cache has not merged them.
+/// Blocks whose uses by other streams are complete are free, even while their stream cache has not merged them.
 #[test]
 fn returned_blocks_are_shown_free() {
     only(Policy::Packed, |rig| {

@@ -11,7 +11,7 @@ fn classic(test: impl Fn(&Rig)) {
     only_on(Policy::Classic, config, test);
 }
 
-/// Uses a segment on a stream, behind something that holds the stream up for a while, and frees it.
+/// Uses a segment on a stream, behind work that keeps the stream busy for a while, and frees it.
 fn used<'a>(rig: &'a Rig, allocator: &Allocator, stream: &Stream) -> Hold<'a> {
     let block = allocator.allocate(SEGMENT, stream).unwrap();
     let busy = rig.busy(stream);
@@ -19,7 +19,7 @@ fn used<'a>(rig: &'a Rig, allocator: &Allocator, stream: &Stream) -> Hold<'a> {
     busy
 }
 
-/// S1: a trim gives back what is complete and says what is not; it waits for nothing.
+/// S1: a trim releases complete memory and reports the rest as pending; it does not wait.
 #[test]
 fn s1_a_trim_leaves_segments_that_are_in_use() {
     classic(|rig| {
@@ -49,7 +49,7 @@ fn s1_a_trim_leaves_segments_that_are_in_use() {
     });
 }
 
-/// S1: below a limit the host waits for the marker of a segment that has to go.
+/// S1: below a limit the host waits for the marker of a segment that must be released.
 #[test]
 fn s1_a_segment_is_released_only_after_a_wait() {
     classic(|rig| {
@@ -65,8 +65,8 @@ fn s1_a_segment_is_released_only_after_a_wait() {
     });
 }
 
-/// S1: of what was freed on a caller's stream there is no marker that a trim may record; the last step
-/// waits for the context.
+/// S1: for memory that was freed on a caller's stream a trim may not record a marker; the last step waits for the
+/// context.
 #[test]
 fn s1_a_segment_without_a_marker_is_waited_for_with_its_context() {
     classic(|rig| {

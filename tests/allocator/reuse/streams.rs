@@ -1,4 +1,4 @@
-//! Streams that come and go, and handles that say little about a stream.
+//! Streams that are created and destroyed, and handles that do not identify a stream.
 
 use std::sync::mpsc;
 
@@ -49,7 +49,7 @@ fn r24_destroyed_streams_leave_their_memory() {
     });
 }
 
-/// R24: the last marker of a stream covers nothing that the stream is given after it.
+/// R24: the last marker of a stream covers no work that the stream gets after it.
 #[test]
 fn r24_a_retired_stream_that_is_used_again_is_a_new_one() {
     each(|rig| {
@@ -76,7 +76,7 @@ fn r24_a_retired_stream_that_is_used_again_is_a_new_one() {
     });
 }
 
-/// R25: a new stream under the handle of an old one has not its order.
+/// R25: a new stream with the handle of an old one does not inherit its order.
 #[test]
 fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
     each(|rig| {
@@ -113,7 +113,7 @@ fn r25_new_stream_with_an_old_handle_is_a_new_stream() {
     });
 }
 
-/// R26: the per-thread default stream of two threads is two streams.
+/// R26: the per-thread default streams of two threads are two streams.
 #[test]
 fn r26_per_thread_streams_are_distinguished() {
     each(|rig| {
@@ -183,7 +183,7 @@ fn r27_per_thread_markers_belong_to_the_right_device() {
     });
 }
 
-/// R35: streams that come and go leave nothing behind.
+/// R35: streams that are created and destroyed leave nothing behind.
 #[test]
 fn r35_one_shot_streams_stay_flat() {
     only(Policy::Packed, |rig| {

@@ -14,8 +14,8 @@ fn records(rig: &Rig) -> u64 {
     rig.calls("cuEventRecord")
 }
 
-/// Frees so much on a stream that its full batches wait from then on until another stream requests memory. It is not
-/// the only stream.
+/// Frees so many blocks on a stream that its full batches wait from then on until another stream requests memory. It is
+/// not the only stream.
 fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
     drop(allocator.allocate(512, other).unwrap());
     let markers = allocator.stats().markers;
@@ -71,7 +71,7 @@ fn frees_below_a_share_of_the_memory_get_no_marker() {
     });
 }
 
-/// Near the limit a stream is asked for its own memory, too: complete, it fits in more ways.
+/// Near the limit a stream is queried for its own memory, too: complete memory fits in more ways.
 #[test]
 fn near_the_limit_the_stream_itself_is_queried() {
     for near in [false, true] {
@@ -146,7 +146,7 @@ fn a_failed_request_still_frees_complete_memory() {
     });
 }
 
-/// A stream that is asked may say that its context is lost.
+/// A query of a stream may report that its context is lost.
 #[test]
 fn a_query_that_finds_the_context_lost_reports_that() {
     each_simulated(|rig, sim| {
@@ -192,7 +192,7 @@ fn a_busy_stream_is_marked_when_its_memory_is_requested() {
     });
 }
 
-/// Work that is late is marked as it comes, however much of it.
+/// Work that completes late is marked as soon as it is submitted, however much of it there is.
 #[test]
 fn streams_that_are_behind_are_marked_immediately() {
     each(|rig| {
@@ -228,7 +228,7 @@ fn idle_streams_are_trimmed_without_a_marker() {
     });
 }
 
-/// R23: a stream that was idle a moment ago says nothing of a block that was used and freed since.
+/// R23: that a stream was idle proves nothing about a block that was used and freed since.
 #[test]
 fn r23_an_idle_stream_covers_no_free_that_came_after_the_query() {
     covers_no_later_free(

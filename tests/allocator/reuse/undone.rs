@@ -32,8 +32,8 @@ fn hands_out(allocator: &Allocator, stream: &Stream, at: u64) -> bool {
     got.is_ok_and(|block| (at..at + USED as u64).contains(&block.ptr()))
 }
 
-/// D1: an aligned growth beside memory that another stream uses, of which any call fails. The gap before
-/// the block was taken for the asking stream's own.
+/// D1: an aligned growth beside memory that another stream uses, of which any call fails. The gap before the block was
+/// treated as the requesting stream's own.
 #[test]
 fn d1_a_failed_growth_keeps_the_uses_of_adjacent_memory() {
     let code = sys::CUresult::CUDA_ERROR_NOT_PERMITTED;
@@ -110,7 +110,8 @@ fn d7_a_use_that_cannot_be_marked_is_not_recorded() {
     }
 }
 
-/// D8: what a drop cannot even ask the driver to destroy is destroyed by a later call of the same context.
+/// D8: objects that a drop could not destroy because it could not call the driver are destroyed by a later call in the
+/// same context.
 #[test]
 fn d8_memory_that_a_drop_could_not_free_is_freed_later() {
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
@@ -136,7 +137,7 @@ fn d8_memory_that_a_drop_could_not_free_is_freed_later() {
     }
 }
 
-/// D8: the memory of a test of views that could not be waited for is given back when its work is over.
+/// D8: the memory of a test of views that could not be waited for is released when its work is complete.
 #[test]
 fn d8_a_test_of_views_that_cannot_be_waited_for_is_finished_later() {
     let code = sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;

@@ -105,7 +105,7 @@ fn a_stream_that_is_named_again_is_marked_then() {
     });
 }
 
-/// Streams that come and go with everything that they had do not fill the device.
+/// Streams that are created, used and destroyed without retirement do not fill the device.
 #[test]
 fn short_lived_streams_leave_their_memory() {
     each_simulated(|rig, _| {

@@ -32,7 +32,7 @@ fn growth_stops_at_the_soft_cap() {
     });
 }
 
-/// The peak that the cap follows is that of live bytes since the last trim.
+/// The cap follows the peak of live bytes since the last trim.
 #[test]
 fn a_trim_lowers_the_soft_cap() {
     packed(|rig| {
@@ -48,7 +48,7 @@ fn a_trim_lowers_the_soft_cap() {
     });
 }
 
-/// Memory that cannot be reused is no reason to fail: above the soft cap memory grows when there is nothing to
+/// A request does not fail because memory cannot be reused: above the soft cap memory grows if there is nothing to
 /// stitch.
 #[test]
 fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
@@ -65,7 +65,7 @@ fn growth_goes_beyond_the_soft_cap_when_nothing_else_helps() {
     });
 }
 
-/// A request is served by few handles; near a limit they are small, so that they can be given back one by one.
+/// A request is served by few handles; near a limit they are small, so that they can be released one by one.
 #[test]
 fn handles_are_large_unless_a_limit_is_near() {
     packed(|rig| {
@@ -222,8 +222,8 @@ fn small_requests_spare_whole_handles_near_the_limit() {
     });
 }
 
-/// The same where the tail waits for another stream's work: the stitch follows that, and the host waits for
-/// nothing.
+/// The same if the tail is pending on another stream: the stitch is ordered behind that stream's work, and the host
+/// does not wait.
 #[test]
 fn r61_a_stitch_at_the_limit_is_ordered_behind_waits() {
     packed(|rig| {
@@ -254,7 +254,7 @@ fn r61_a_stitch_at_the_limit_is_ordered_behind_waits() {
     });
 }
 
-/// The driver refuses what a stitch brings along; what is released then makes room for it.
+/// The driver refuses the new memory of a stitch; releases then make room for it.
 #[test]
 fn a_refused_stitch_is_tried_again_after_a_release() {
     const PIECES: usize = 8;

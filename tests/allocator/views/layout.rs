@@ -1,9 +1,9 @@
-//! Where a block in a view lies.
+//! Placement of blocks in views.
 
 use super::{PART, TWO, aliased, packed, scattered, view_of};
 use crate::common::prelude::*;
 
-/// R3, R61: what is free but scattered serves a block larger than any piece, to the byte.
+/// R3, R61: scattered free memory serves a block larger than any piece, to the last byte.
 #[test]
 fn scattered_memory_serves_one_block() {
     packed(|rig| {
@@ -27,8 +27,8 @@ fn scattered_memory_serves_one_block() {
     });
 }
 
-/// A view is kept: the same request is served again by heap alone, and so is any other that finds
-/// its bytes in a row there.
+/// A view is kept: the same request is served again without a driver call, and so is any other that finds contiguous
+/// memory there.
 #[test]
 fn a_kept_view_serves_without_a_driver_call() {
     packed(|rig| {
@@ -55,7 +55,7 @@ fn a_kept_view_serves_without_a_driver_call() {
     });
 }
 
-/// Several live blocks share a view, each with bytes of its own.
+/// Several live blocks share a view, each with separate bytes.
 #[test]
 fn blocks_share_a_view() {
     packed(|rig| {
@@ -117,8 +117,8 @@ fn a_view_is_extended() {
     });
 }
 
-/// A long run is found again wherever it lies in a view: also in what was mapped behind the view later. A view that was
-/// removed is not searched.
+/// A long run is found again wherever it lies in a view, also in handles that were added to the view later. A view that
+/// was removed is not searched.
 #[test]
 fn a_long_run_in_a_view_is_found_again() {
     packed(|rig| {
@@ -150,7 +150,7 @@ fn a_long_run_in_a_view_is_found_again() {
     });
 }
 
-/// In a view a block is aligned as it asks.
+/// A block in a view has the requested alignment.
 #[test]
 fn blocks_in_views_are_aligned() {
     packed(|rig| {

@@ -1,4 +1,4 @@
-//! How long a view stays, and the handles under it.
+//! The lifetime of views and of their handles.
 
 use super::{PART, TWO, aliased, packed, rows, scattered, view_of};
 use crate::common::prelude::*;
@@ -8,8 +8,8 @@ fn unmapped(rig: &Rig) -> u64 {
     rig.calls("cuMemUnmap")
 }
 
-/// A view that another stream still uses stays, whatever became of its blocks, and so do the handles
-/// in it; when that stream was seen to be done, both go.
+/// A view that another stream still uses stays with its handles, even if its blocks were freed; once the host has
+/// observed the stream's completion, both can be released.
 #[test]
 fn a_view_stays_while_another_stream_uses_it() {
     packed(|rig| {
@@ -33,8 +33,8 @@ fn a_view_stays_while_another_stream_uses_it() {
     });
 }
 
-/// Waits made on the device say when bytes may be used again, not when an address may go: for that
-/// the host must have seen the end.
+/// A device-side wait allows the reuse of bytes, not the removal of a mapping: for that the host must have observed
+/// completion.
 #[test]
 fn a_wait_on_the_device_does_not_end_a_view() {
     packed(|rig| {
@@ -61,7 +61,7 @@ fn a_wait_on_the_device_does_not_end_a_view() {
     });
 }
 
-/// Memory of a live block in a view is not given back, and its contents stay.
+/// Memory of a live block in a view is not released, and keeps its contents.
 #[test]
 fn memory_of_a_live_block_in_a_view_is_not_released() {
     packed(|rig| {
@@ -83,7 +83,7 @@ fn memory_of_a_live_block_in_a_view_is_not_released() {
     });
 }
 
-/// At a limit idle views go when the handles in them are all that could be given back.
+/// At a limit idle views are unmapped if only their handles could be released.
 #[test]
 fn a_view_is_removed_for_memory_of_another_arena() {
     packed(|rig| {
@@ -131,8 +131,8 @@ fn r8_another_arena_is_released_for_a_stitch() {
     });
 }
 
-/// R8: a view in use does not go for others, but what is free beside it serves small blocks too, to
-/// the last byte. Then a request fails and changes nothing.
+/// R8: a view in use is not unmapped for other requests, but free memory beside it serves small blocks, to the last
+/// byte. Then a request fails and changes nothing.
 #[test]
 fn r8_a_view_in_use_stays_at_a_limit() {
     packed(|rig| {
@@ -162,7 +162,7 @@ fn r8_a_view_in_use_stays_at_a_limit() {
     });
 }
 
-/// A trim that has nothing to do leaves views alone.
+/// A trim that has nothing to release keeps views.
 #[test]
 fn a_trim_to_more_than_is_held_keeps_views() {
     packed(|rig| {
@@ -213,8 +213,8 @@ fn r24_a_retired_stream_does_not_keep_a_view() {
     });
 }
 
-/// A stream that works alone is marked where views take much address space, since no other call finds out which of
-/// them are idle. A marker that fails is no reason to fail a request.
+/// A stream that is the only one gets markers if views take much address space, because no other call determines which
+/// of them are idle. A marker that fails does not fail the request.
 #[test]
 fn a_stream_that_works_alone_is_marked_for_its_views() {
     for failing in [None, Some("cuEventRecord"), Some("cuEventQuery")] {

@@ -12,7 +12,7 @@ fn idle_view(allocator: &Allocator, stream: &Stream) -> u64 {
     at
 }
 
-/// Uses a block on its stream, behind something that holds the stream up, and frees it.
+/// Uses a block on its stream, behind work that keeps the stream busy, and frees it.
 fn use_and_free<'a>(rig: &'a Rig, block: Block, stream: &Stream) -> Hold<'a> {
     let hold = rig.hold(stream);
     rig.stamp(block.ptr(), block.requested(), 77, stream);
@@ -20,8 +20,7 @@ fn use_and_free<'a>(rig: &'a Rig, block: Block, stream: &Stream) -> Hold<'a> {
     hold
 }
 
-/// Memory that another stream used last at its home address is waited for when it is taken through
-/// a view.
+/// A request waits for memory that another stream used last at its home address if it takes the memory through a view.
 #[test]
 fn a_run_in_a_view_waits_for_uses_at_home() {
     packed(|rig| {
@@ -106,7 +105,7 @@ fn a_stitch_prefers_complete_memory() {
     });
 }
 
-/// Two owners of one page, each through an address and on a stream of its own, at the same time.
+/// Two concurrent owners of one page, each through its own address and on its own stream.
 #[test]
 fn neighbours_in_a_page_do_not_race() {
     packed(|rig| {
@@ -133,8 +132,7 @@ fn neighbours_in_a_page_do_not_race() {
     });
 }
 
-/// A wait that cannot be queued leaves all memory as it was, with everything that may still be
-/// going on in it.
+/// A wait that cannot be queued changes nothing: all memory keeps its pending uses.
 #[test]
 fn r2_a_failed_wait_leaves_memory_pending() {
     packed(|rig| {
@@ -185,8 +183,8 @@ fn a_view_serves_another_stream_when_its_last_block_is_over() {
     });
 }
 
-/// Of runs that are equally long the lowest is taken, also if it is the stream's own and has work under way
-/// while the other one is complete.
+/// Among runs of equal length the lowest is taken, also if it is pending on the stream itself and the other one is
+/// complete.
 #[test]
 fn the_lowest_of_equal_runs_is_taken() {
     packed(|rig| {

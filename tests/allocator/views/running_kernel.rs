@@ -1,4 +1,4 @@
-//! Beside a running kernel memory is taken, stitched and given back without waiting for it.
+//! While a kernel runs, memory is obtained, stitched and released without a wait for it.
 
 use super::{TWO, packed, scattered, view_of};
 use crate::common::prelude::*;
@@ -56,8 +56,8 @@ fn packed_memory_moves_while_a_kernel_runs() {
     });
 }
 
-/// A segment of the classic policy goes back by a call that waits for all work of its context: what
-/// the other policy is for. If this ever fails, the test above says nothing.
+/// A segment of the classic policy is released by a call that waits for all work of its context, which the packed
+/// policy avoids. If this test ever fails, the test above proves nothing.
 #[test]
 fn a_classic_segment_is_released_only_after_the_kernel() {
     // The simulator's call waits as the measured one does.

@@ -36,7 +36,7 @@ fn read_elsewhere(rig: &Rig, segment: &PhysicalSegment, word: u32, stream: &Stre
     }
 }
 
-/// Registers a segment as a network card's driver would.
+/// Registers a segment as the driver of a network card does.
 fn register(rig: &Rig, segment: &PhysicalSegment) {
     let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
     let able = rig.context.device().attribute(attribute);

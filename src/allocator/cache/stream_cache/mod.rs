@@ -395,7 +395,7 @@ impl Inner {
     }
 
     /// Takes a request regardless of the peak, which the caller checks.
-    pub(crate) fn take_beyond(&mut self, request: Small) -> Allocated {
+    pub(crate) fn take_ignoring_peak(&mut self, request: Small) -> Allocated {
         self.runs.accounts.allocated.extend(request.bytes());
         self.take(request)
     }

@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_that_may_not_last_is_never_taken_to_last() {
+    fn a_handle_that_may_be_reused_is_never_treated_as_lasting() {
         let [one, other] = std::array::from_fn(|_| {
             let cache: &'static StreamCache = Box::leak(Box::new(StreamCache::new(0)));
             cache

@@ -202,7 +202,7 @@ fn move_idle(
     refusal: Option<DriverError>,
 ) -> Result<(), Error> {
     let _retried = idle::find(engine)?;
-    let dissolved = poll_all(engine).and_then(|()| dissolve(engine, true));
+    let released_pools = poll_all(engine).and_then(|()| release_pool_memory(engine, true));
     let idle = {
         let heap = engine.lock();
         heap.views.idle_views(&heap.streams, usize::MAX)
@@ -240,7 +240,7 @@ fn move_idle(
     let mut heap = engine.lock();
     claimed.for_each(|release| plan::release::revert(&mut heap, release));
     drop(heap);
-    dissolved
+    released_pools
         .map(drop)
         .and(evicted)
         .and(settled.map(drop))
@@ -265,7 +265,7 @@ fn move_handle(engine: &Engine, pool: u64, release: Release) -> Result<(), Error
     let planned = (home, vec![release.bytes]);
     let maker = engine.maker();
     segments::report_claimed(engine, SegmentChange::Death, [&release]);
-    let (left, made) = commit::move_in(&maker, &planned, (&release, handle));
+    let (left, made) = commit::move_handle_in(&maker, &planned, (&release, handle));
     if made.is_ok() {
         let moved = [(home, release.bytes)];
         segments::report(engine, SegmentChange::Birth, Some(pool), moved);
@@ -311,7 +311,7 @@ pub(crate) fn close(engine: &Engine) -> Result<(), Error> {
     }
     let spent = engine.lock().graphs.completed(&[]);
     drop(spent);
-    dissolve(engine, true).map(drop)
+    release_pool_memory(engine, true).map(drop)
 }
 
 /// Releases the memory of released pools as soon as nothing can use it any more.
@@ -319,7 +319,7 @@ pub(crate) fn release_unused(engine: &Engine) {
     if !engine.lock().graphs.has_leaving() {
         return;
     }
-    if let Err(error) = dissolve(engine, false)
+    if let Err(error) = release_pool_memory(engine, false)
         && let Some(count) = engine.log.due()
     {
         log::warn!(
@@ -330,7 +330,7 @@ pub(crate) fn release_unused(engine: &Engine) {
 
 /// Releases the memory of unused pools to the driver, with `all` of every pool, otherwise of released pools only.
 /// Returns the bytes.
-pub(crate) fn dissolve(engine: &Engine, all: bool) -> Result<u64, Error> {
+pub(crate) fn release_pool_memory(engine: &Engine, all: bool) -> Result<u64, Error> {
     discard::discard_unused(engine)?;
     let (mut released, mut first) = (0, Ok(()));
     let taken = {
@@ -393,7 +393,7 @@ fn release_arena(
             source.free_all(&mut arena);
             Ok(())
         }
-        None => commit::dissolve(&engine.context, &mut arena),
+        None => commit::release_arena(&engine.context, &mut arena),
     };
     let addresses = arena.take_addresses();
     let released = held - arena.held();

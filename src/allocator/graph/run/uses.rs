@@ -232,7 +232,7 @@ pub(crate) fn record(
             None => live.users.push(user),
         }
     }
-    let spent = heap.graphs.spent(&earlier);
+    let spent = heap.graphs.take_unneeded(&earlier);
     drop(heap);
     drop(spent);
     Ok(())
