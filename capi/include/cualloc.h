@@ -541,11 +541,11 @@ typedef struct cualloc_range_options_t {
    */
   size_t struct_size;
   /**
-   * Bytes that are committed together: a power of two from 2 MiB, which 0 stands for, to 64 MiB.
+   * Bytes that are committed together: a power of two from 2 MiB to 64 MiB; 0 means 2 MiB.
    */
   uint64_t granule;
   /**
-   * Number of equal parts that are committed together; 0 stands for 1. All sizes, offsets and bits count one stripe.
+   * Number of equal parts that are committed together; 0 means 1. All sizes, offsets and bits count one stripe.
    */
   uint64_t stripes;
   /**
@@ -913,9 +913,10 @@ int32_t cualloc_retire_stream(struct cualloc_t *allocator,
  * Waits until all work submitted to a stream so far is complete. Like cuStreamSynchronize, except that the stream's
  * context need not be current.
  *
- * Errors: CUALLOC_CAPTURING while the stream is being captured, or, for null and 1, while another stream of its
- * context that waits for it is (the capture stays valid unless it begins during the call); CUALLOC_INVALID_ARGUMENT
- * for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and CUALLOC_DRIVER, also for errors of the work itself.
+ * Errors: CUALLOC_CAPTURING while the stream is being captured, or, for null and 1, while a stream that synchronises
+ * with the legacy stream is being captured (the capture stays valid unless it begins during the call);
+ * CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and CUALLOC_DRIVER, also for errors
+ * of the work itself.
  *
  * May be called from any thread.
  *
@@ -1480,7 +1481,7 @@ int32_t cualloc_range_create(struct cualloc_t *allocator,
 
 /**
  * Gives memory to all granules that overlap bytes from offset on; granules with memory stay as they are. The contents
- * of new memory are undefined. It may be used on the stream from here on, and on streams ordered after it.
+ * of new memory are undefined. The memory may be used on the stream from here on, and on streams ordered after it.
  *
  * Idle memory of the allocator in pieces of the granule's size is used first; the rest comes from the driver. If that
  * is too little, the call makes room as an allocation does. On a stream that is being captured it waits for nothing and

@@ -284,9 +284,10 @@ pub unsafe extern "C" fn cualloc_retire_stream(
 /// Waits until all work submitted to a stream so far is complete. Like cuStreamSynchronize, except that the stream's
 /// context need not be current.
 ///
-/// Errors: CUALLOC_CAPTURING while the stream is being captured, or, for null and 1, while another stream of its
-/// context that waits for it is (the capture stays valid unless it begins during the call); CUALLOC_INVALID_ARGUMENT
-/// for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and CUALLOC_DRIVER, also for errors of the work itself.
+/// Errors: CUALLOC_CAPTURING while the stream is being captured, or, for null and 1, while a stream that synchronises
+/// with the legacy stream is being captured (the capture stays valid unless it begins during the call);
+/// CUALLOC_INVALID_ARGUMENT for a null handle; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST and CUALLOC_DRIVER, also for errors
+/// of the work itself.
 ///
 /// May be called from any thread.
 ///

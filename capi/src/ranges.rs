@@ -27,9 +27,9 @@ static RANGES: HandleTable<Arc<(Allocator, Range)>> = HandleTable::new(
 pub struct cualloc_range_options_t {
     /// Size of this structure in bytes, as the caller knows it.
     pub struct_size: usize,
-    /// Bytes that are committed together: a power of two from 2 MiB, which 0 stands for, to 64 MiB.
+    /// Bytes that are committed together: a power of two from 2 MiB to 64 MiB; 0 means 2 MiB.
     pub granule: u64,
-    /// Number of equal parts that are committed together; 0 stands for 1. All sizes, offsets and bits count one stripe.
+    /// Number of equal parts that are committed together; 0 means 1. All sizes, offsets and bits count one stripe.
     pub stripes: u64,
     /// Bytes from the start of one stripe to that of the next, in whole granules; 0 for stripes without a gap.
     pub stripe_stride: u64,

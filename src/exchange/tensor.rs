@@ -522,7 +522,7 @@ fn shaped<T: Element>(shape: &[usize], found: usize) -> Result<(Layout, usize), 
     Ok((layout, bytes))
 }
 
-// SAFETY: the address of its first element is what the driver reads.
+// SAFETY: the driver reads the parameter's value, the address of the first element, from the field `ptr`.
 unsafe impl KernelParam for Tensor {
     fn as_param(&self) -> *const c_void {
         (&raw const self.ptr).cast()

@@ -19,9 +19,9 @@ const GRANULE_MAX: u64 = 64 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RangeOptions {
-    /// Bytes that are committed together, a power of two from 2 MiB, which 0 stands for, to 64 MiB.
+    /// Bytes that are committed together: a power of two from 2 MiB to 64 MiB; 0 means 2 MiB.
     pub granule: u64,
-    /// Number of equal parts that are committed together; 0 stands for 1.
+    /// Number of equal parts that are committed together; 0 means 1.
     pub stripes: u64,
     /// Bytes from the start of one stripe to that of the next, in whole granules; 0 for stripes without a gap.
     pub stripe_stride: u64,
