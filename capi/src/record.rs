@@ -35,7 +35,7 @@ impl From<RecorderError> for Failure {
             RecorderError::Read(error) => Failure::Io(std::io::Error::other(error)),
             _ => Failure::Reason(
                 CUALLOC_BUSY,
-                "cannot start a recording: another one is running in this process, or just ending",
+                "cannot start: another recording is running in this process, or just ending",
             ),
         }
     }

@@ -15,7 +15,7 @@ pub enum SnapshotError {
     #[error("byte {at}: the snapshot is cut off")]
     Short { at: usize },
     /// The pickle has an opcode that plain values do not need, and that would create an object or call a function.
-    #[error("byte {at}: unsupported opcode {opcode:#04x}: only plain values are read")]
+    #[error("byte {at}: unsupported opcode {opcode:#04x}: it is not executed")]
     Opcode { at: usize, opcode: u8 },
     /// The pickle is malformed.
     #[error("byte {at}: {what}")]

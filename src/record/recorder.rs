@@ -38,7 +38,7 @@ pub enum Target<'a> {
 #[non_exhaustive]
 pub enum RecorderError {
     /// Another recording is running, or just ending: a process has at most one.
-    #[error("cannot start a recording: another one is running in this process, or just ending")]
+    #[error("cannot start: another recording is running in this process, or just ending")]
     Busy,
     /// The file cannot be written.
     #[error("the recording cannot be written")]

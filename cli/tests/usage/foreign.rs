@@ -388,7 +388,7 @@ fn an_error_describes_the_file_and_the_formats_that_are_read() {
         (&torch, "a file of torch.save"),
         (
             b"\x80\x02cnumpy\nndarray\n.",
-            "a pickle of other objects (byte 2: opcode 0x63",
+            "a pickle of other objects (byte 2: unsupported opcode 0x63",
         ),
         (b"\x80\x04]\x94(K\x01e.", "a list that begins with 1"),
         (profiler.as_bytes(), "a trace of torch.profiler"),
