@@ -168,16 +168,18 @@ impl Arena {
         let mut free: BTreeMap<u64, Handle> = free.map(|(home, handle)| (*home, *handle)).collect();
         loop {
             let before = free.len();
-            for view in self.views.values() {
-                if view
-                    .handles
+            let stays = |view: &&View| {
+                view.handles
                     .iter()
                     .any(|(home, _)| !free.contains_key(home))
-                {
-                    view.handles.iter().for_each(|(home, _)| {
-                        free.remove(home);
-                    });
-                }
+            };
+            let views = self.views.values().filter(stays);
+            let shown: Vec<u64> = views
+                .flat_map(|view| &view.handles)
+                .map(|(home, _)| *home)
+                .collect();
+            for home in shown {
+                free.remove(&home);
             }
             if free.len() == before {
                 break;
