@@ -61,6 +61,8 @@ class Other:
     def kill(self):
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(60)
+        # No process reads the rest of the queue, so this one must not wait for that when it exits.
+        self.tensors.cancel_join_thread()
 
 
 def returned(before):
