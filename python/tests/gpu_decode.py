@@ -1,7 +1,7 @@
 """Figures of growable ranges in a decode loop, on a GPU: gpu_decode.py [NAME]...
 
-Prints one line of JSON for each: `steps` compares a growing cache with a static one, `idle` is the share of a commit that
-idle memory serves, `visible` the time until another process sees what was returned."""
+Prints one line of JSON for each: `steps` compares a growing cache with a static one, `idle` is the share of a commit
+that idle memory serves, `visible` the time until another process sees what was returned."""
 
 import json
 import statistics
