@@ -283,7 +283,11 @@ fn pools_of_pytorch_have_tags_and_return_their_free_memory() {
             assert_eq!(cualloc_shared(0, &mut allocator), CUALLOC_OK);
             let which = tag.as_ptr().cast_mut().cast();
             let (all, drop) = (CUALLOC_SELECT_TAG, CUALLOC_CONTENTS_DROP);
-            let code = cualloc_suspend(allocator, all, which, drop, &mut bytes);
+            let mut code = cualloc_suspend(allocator, all, which, drop, &mut bytes);
+            // A destroyed stream of another test was last found capturing, which refuses one suspension.
+            if code == CUALLOC_CAPTURING {
+                code = cualloc_suspend(allocator, all, which, drop, &mut bytes);
+            }
             let resumed = cualloc_resume(allocator, all, which, &mut 0);
             assert_eq!(resumed, code);
             (code, bytes)

@@ -49,7 +49,7 @@ pub(crate) struct Tag {
 
 impl Tag {
     /// Whether no work outside captures and no capture in progress may use the memory.
-    pub(crate) fn is_quiet(&self) -> bool {
+    pub(crate) fn is_unused(&self) -> bool {
         self.pending.is_empty() && self.marks.is_empty()
     }
 }

@@ -505,7 +505,7 @@ impl Graphs {
             let arena = &pool.arena;
             pool.is_unleased()
                 && arena.live.is_empty()
-                && arena.tags().all(|(_, tag)| tag.is_quiet())
+                && arena.tags().all(|(_, tag)| tag.is_unused())
         })
     }
 

@@ -158,7 +158,7 @@ impl Arena {
     /// segments of a `source` leave with them.
     fn take_free(&mut self, source: bool) -> Option<Arena> {
         self.merge_recent();
-        let runs = self.runs(Tag::is_quiet);
+        let runs = self.runs(Tag::is_unused);
         let is_free = |home: u64, bytes: u64| {
             let run = runs.get(runs.partition_point(|run| run.1 <= home));
             run.is_some_and(|run| run.0 <= home && home + bytes <= run.1)
