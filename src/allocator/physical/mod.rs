@@ -27,9 +27,9 @@ const SLACK: u64 = 32 << 20;
 /// The slack with several streams, whose free memory changes more between rounds. With 3 % and a marker for every MiB, the
 /// first replay of a pipeline over three streams takes 1.35 times the driver time, the second 1.7 times.
 const SHARED_SLACK_PERCENT: u64 = 5;
-/// While memory is plentiful, the streams together leave up to this part of it without markers; a request that would
-/// grow the memory marks them first. With 1 MiB for each stream, a pipeline over three streams records 1.7 times the
-/// markers; with a 16th, six streams hold 1.042 of what they request instead of 1.030.
+/// While memory is plentiful, the streams together leave up to this part of it without markers. With 1 MiB for each
+/// stream, a pipeline over three streams records 1.7 times the markers; with a 16th, six streams hold 1.042 of what they
+/// request instead of 1.030.
 const UNMARKED_PART: u64 = 64;
 /// The slack over the peak of live bytes while memory is scarce. With it, `profile=dense` holds 1.013 of what the
 /// recordings request.

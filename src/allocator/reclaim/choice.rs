@@ -201,18 +201,17 @@ impl<'a> Reclaim<'a> {
         if let Some(step) = self.query_device(heap) {
             return step;
         }
-        let waits = heap.physical.tuning.waits;
-        let first = waits == Waits::Always;
-        // Other streams' frees without a marker, and frees whose marker is complete by now, may serve the request.
-        if !first && let Some(step) = self.poll(heap) {
-            return step;
-        }
         self.choose_regime(heap, want);
         if let Some(growth) = growth::plan(heap, want, Bound::SoftCap, false) {
             heap.stats.reclaim.grown += 1;
             return Step::Grow(growth);
         }
+        let waits = heap.physical.tuning.waits;
         let stitches = self.stitches(want) && !self.no_stitch;
+        let first = waits == Waits::Always;
+        if !first && let Some(step) = self.poll(heap) {
+            return step;
+        }
         if first && let Some(step) = self.wait_for_memory(heap, want, run_behind_waits) {
             return step;
         }
