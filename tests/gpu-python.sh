@@ -4,7 +4,7 @@
 # WHEEL is what `bash python/build.sh --out .gpu` has built (the one in .gpu by default). It is unpacked into a temporary
 # folder, so nothing is installed, and nothing is fetched. Programs run with PyTorch's own allocator and with ours:
 # losses must be the same bit by bit, unless they differ between two runs of PyTorch's own. What a machine lacks (a
-# second GPU, CuPy, JAX, RMM) is SKIPPED. About five minutes on one GPU. Exit code 0 only if all went well.
+# second GPU, CuPy, JAX, RMM) is SKIPPED. About ten minutes on one GPU. Exit code 0 only if all went well.
 #
 #   CUALLOC_GPU_LOGS         folder for the whole output of each program (else a temporary one)
 #   CUALLOC_FIRST_CAPTURES   how many processes have a first capture beside threads that allocate (1000)
@@ -145,6 +145,16 @@ grep '^{' "$logs/share" || failed share
 # Buffers, with what is installed of NumPy, PyTorch and CuPy.
 timeout 300 "$python" python/tests/gpu_buffer.py >"$logs/buffer" 2>&1 </dev/null || failed buffer
 grep -E '^[a-z_]+: ' "$logs/buffer" || failed buffer
+
+# Growable ranges in a decode loop.
+for program in tests/gpu_decode examples/decode; do
+    name=$(basename "$program")
+    timeout 200 "$python" "python/$program.py" >"$logs/$name" 2>&1 </dev/null || failed "$name"
+    cat "$logs/$name"
+done
+# Five models with graph trees: losses, memory and times of a step beside two native processes.
+timeout 300 "$python" python/tests/gpu_models.py >"$logs/models" 2>&1 </dev/null || failed models
+grep '^{' "$logs/models" || failed models
 
 # CUDA graphs: the same values, and what is held at most no more than the best of PyTorch's own two ways. Peaks are
 # asked of the driver, so one runs after the other.

@@ -279,7 +279,7 @@ def capsules_without_a_consumer_release_their_tensors():
         raise KeyError("mine")
 
     raises(KeyError, "mine", lambda: consume(buffer.__dlpack__(max_version=(1, 0))))
-    # A capsule is taken over once, and a refused one by nobody.
+    # A capsule is taken over once, and a refused one stays as it was.
     capsule = buffer.__dlpack__()
     given = SimpleNamespace(__dlpack_device__=lambda: (2, 0), __dlpack__=lambda **_: capsule)
     cualloc.from_dlpack(given).free()

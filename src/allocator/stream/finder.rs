@@ -170,28 +170,21 @@ impl Finder<'_> {
         if self.only_own() {
             return self.own_run(want);
         }
-        let lone = |class: u32, longest: u32| {
-            let index = self.space.index(class)?;
-            let fitting = index.iter_from(want.granules).map(Run::alone);
-            let mut fitting = fitting.take_while(|run| run.granules <= u64::from(longest));
-            fitting.find(|run| run.holds(want) && self.is_lone(run.first))
+        let mut best = None;
+        let lone = |id: u32| {
+            let hot = &self.records[id];
+            (hot.prev == NIL || !self.ready(hot.prev)) && (hot.next == NIL || !self.ready(hot.next))
         };
-        // No run is shorter than a piece of exactly the requested length.
-        let exact = [COMPLETE, self.stream].map(|class| lone(class, want.granules));
-        let exact = exact.into_iter().flatten().min_by_key(|run| run.addr);
-        if exact.is_some() {
-            return exact;
+        if let Some(complete) = self.space.index(COMPLETE)
+            && let Some(run) = complete
+                .iter_from(want.granules)
+                .map(Run::alone)
+                .find(|r| lone(r.first) && r.holds(want))
+        {
+            best = Some(run);
         }
-        let best = lone(COMPLETE, u32::MAX);
         let most = best.map_or(u64::MAX, |best: Run| best.granules);
         self.best_pending(want, best, most)
-    }
-
-    /// Whether a ready piece has no ready neighbour.
-    fn is_lone(&self, id: u32) -> bool {
-        let hot = &self.records[id];
-        let mut beside = [hot.prev, hot.next].into_iter();
-        beside.all(|id| id == NIL || !self.ready(id))
     }
 
     /// Returns, among the ready runs around the shortest pieces that fit the request, the one in which it breaks up the

@@ -14,8 +14,8 @@ fn records(rig: &Rig) -> u64 {
     rig.calls("cuEventRecord")
 }
 
-/// Frees so many blocks on a stream that its full batches wait from then on until another stream requests memory. It is
-/// not the only stream.
+/// Frees enough blocks on a stream, which is not the only one, that its full batches wait from then on until another
+/// stream requests memory.
 fn unasked(allocator: &Allocator, stream: &Stream, other: &Stream) {
     drop(allocator.allocate(512, other).unwrap());
     let markers = allocator.stats().markers;
@@ -68,6 +68,24 @@ fn frees_below_a_share_of_the_memory_get_no_marker() {
         assert_eq!(allocator.stats().markers - markers, 60);
         drop(allocator.allocate(8 * MIB, &a).unwrap());
         let _all = allocator.allocate(60 * MIB, &b).unwrap();
+    });
+}
+
+/// With more than eight incomplete markers the share is twice as large.
+#[test]
+fn a_stream_with_a_backlog_gets_fewer_markers() {
+    only(Policy::Packed, |rig| {
+        let (allocator, [a, b]) = rig.scene_with(Config::new().waits(Waits::Never));
+        let _kept = allocator.allocate(640 * MIB, &b).unwrap();
+        drop(allocator.allocate(6 * MIB, &a).unwrap());
+        let _busy = rig.busy(&a);
+        let markers = allocator.stats().markers;
+        for at in 0..29 {
+            let bytes = 6 * MIB + at % 3 * 512 * KIB;
+            drop(allocator.allocate(bytes, &a).unwrap());
+        }
+        // Each free exceeds the share of 5 MiB, and two exceed twice the share.
+        assert_eq!(allocator.stats().markers - markers, 9 + 10);
     });
 }
 
