@@ -171,8 +171,9 @@ class Buffer:
             checked(LIBRARY.cualloc_torch_record_stream(self._ptr, stream))
 
     def _begin_use(self, stream):
-        """Orders a stream after the buffer's own, and records the use. Returns the handle."""
-        memory, stream = self._live(), _handle(stream)
+        """Orders a stream (None: the buffer's own) after the buffer's own, and records the use. Returns the handle."""
+        memory = self._live()
+        stream = memory.stream if stream is None else _handle(stream)
         if stream != memory.stream:
             checked(LIBRARY.cualloc_stream_wait(_library.allocator(memory.device), stream, memory.stream))
             self.record_stream(stream)
@@ -218,7 +219,8 @@ class Buffer:
 
     def copy_from(self, source: Any, stream: Any = None) -> None:
         """Copies as many bytes from the host, from a contiguous object with the buffer protocol such as bytes or an
-        array of NumPy, and returns when they are on the device; or from another buffer, and returns before."""
+        array of NumPy, and returns when they are on the device; or from another buffer, and returns before. Without
+        `stream` the copy is on the buffer's own."""
         if self.readonly:
             raise BufferError("cannot copy to the buffer: its memory is read-only")
         if not isinstance(source, Buffer):
@@ -237,7 +239,7 @@ class Buffer:
 
     def copy_to(self, target: Any, stream: Any = None) -> None:
         """Copies all bytes to the host, to a contiguous writable object with the buffer protocol, and returns when they
-        are there."""
+        are there. Without `stream` the copy is on the buffer's own."""
         self._copy(target, _WRITABLE, stream)
 
     def to_numpy(self, dtype: Any = None, shape: int | tuple[int, ...] | None = None, stream: Any = None) -> Any:
@@ -308,7 +310,7 @@ class Buffer:
         if memory.read_only and not versioned:
             raise BufferError("cannot export read-only memory to a consumer of DLPack before version 1")
         if stream != -1:
-            self._begin_use(stream)
+            self._begin_use(_handle(stream))
         flags = _dlpack.READ_ONLY if memory.read_only else 0
         shape = (self._ptr if self._nbytes else None, memory.device, self._dtype, self._shape)
         return _dlpack.exported(memory.owner, *shape, flags, versioned)

@@ -226,6 +226,28 @@ def streams_are_numbers_or_objects_of_other_libraries():
     check()
 
 
+def memory_of_another_allocator_is_copied_on_its_own_stream():
+    import cualloc
+    from cualloc import _buffer, _dlpack, _library
+
+    library, bytes_ = driver(), 1 << 20
+    address, made = ctypes.c_uint64(), stream(library)
+    assert library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(bytes_)) == 0
+    nothing = _dlpack.address_of(_library.LIBRARY.cualloc_torch_delete)
+    memory = _buffer._Memory(address.value, bytes_, 0, made, nothing, None)
+    buffer = cualloc.Buffer._new(memory)
+    buffer.copy_from(b"\3" * bytes_)
+    back = bytearray(bytes_)
+    buffer.copy_to(back)
+    assert back == b"\3" * bytes_
+    back = bytearray(bytes_)
+    buffer.copy_to(back, stream(library))
+    assert back == b"\3" * bytes_
+    del buffer, memory
+    assert library.cuMemFree_v2(address) == 0
+    check()
+
+
 def tensors_of_other_libraries_keep_the_memory():
     import cualloc
 
