@@ -20,7 +20,7 @@
  * The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
  * together with a new run-time name of the library.
  */
-#define CUALLOC_ABI_VERSION 11
+#define CUALLOC_ABI_VERSION 12
 
 /**
  * For cualloc_dlpack_export: a DLManagedTensor, not a DLManagedTensorVersioned.
@@ -424,8 +424,8 @@ typedef struct cualloc_stats_t {
    */
   struct cualloc_pool_stats_t large_pool;
   /**
-   * Bytes that graph pools reserve from the driver, including released pools that still have memory. No other figure
-   * here includes them, but they count against the limit.
+   * Bytes that graph pools reserve from the driver, including released pools that still have memory. They count
+   * against the limit and in held, but not in reserved.
    */
   uint64_t graph_pools;
   /**
@@ -438,14 +438,22 @@ typedef struct cualloc_stats_t {
    */
   uint64_t regime;
   /**
-   * Bytes that growable ranges reserve from the driver, including decommitted ones. No other figure here includes
-   * them, but they count against the limit.
+   * Bytes that growable ranges reserve from the driver, including decommitted ones. They count against the limit and
+   * in held, but not in reserved.
    */
   uint64_t ranges;
   /**
    * The part of ranges that is decommitted.
    */
   uint64_t ranges_leaving;
+  /**
+   * The figures of graph pools, which no figure above except graph_pools includes.
+   */
+  struct cualloc_pool_stats_t pooled;
+  /**
+   * Bytes held from the driver for any purpose: reserved, graph_pools and ranges.
+   */
+  struct cualloc_counter_t held;
 } cualloc_stats_t;
 
 /**
@@ -2006,6 +2014,20 @@ int32_t cualloc_torch_fraction(double fraction,
  */
 void *cualloc_torch_base(void *ptr,
                          size_t *bytes);
+
+/**
+ * As cualloc_stats, with the quantities as PyTorch defines them: the figures of all blocks and of large_pool include
+ * graph pools, and reserved is held. Peaks of bytes are then upper bounds, which the peak of held bounds.
+ *
+ * Errors: as cualloc_stats.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * As cualloc_stats.
+ */
+int32_t cualloc_torch_stats(struct cualloc_t *allocator,
+                            struct cualloc_stats_t *out);
 
 /**
  * Describes the block that contains an address, on any device: writes the device's number to *device, and the block to

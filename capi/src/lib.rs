@@ -76,7 +76,7 @@ pub use visit::*;
 
 /// The version of the interface: a number that grows with every addition. Functions are removed, or types changed, only
 /// together with a new run-time name of the library.
-pub const CUALLOC_ABI_VERSION: u32 = 11;
+pub const CUALLOC_ABI_VERSION: u32 = 12;
 
 /// An allocator. A handle: a number that is never dereferenced and never reused, so that an invalid one is detected.
 pub struct cualloc_t(());

@@ -145,17 +145,8 @@ pub unsafe extern "C" fn cualloc_stats(
     allocator: *mut cualloc_t,
     out: *mut cualloc_stats_t,
 ) -> i32 {
-    call(|| {
-        // SAFETY: the caller's contract.
-        let room = unsafe { stats::room(out) }?;
-        // SAFETY: the caller's contract.
-        let write = |stats: &cualloc_stats_t| unsafe { stats::write(stats, out, room) };
-        write(&cualloc_stats_t::default());
-        write(&handles::with(allocator, |allocator| {
-            Ok(stats::of(allocator))
-        })?);
-        Ok(())
-    })
+    // SAFETY: the caller's contract.
+    call(|| unsafe { stats::report(allocator, out, |stats| stats) })
 }
 
 /// Sets all peaks to the current values, atomically.

@@ -7,6 +7,7 @@ use cualloc::Allocator;
 use cualloc::allocator::{Counter, PoolStats, Regime, Scarcity};
 
 use crate::results::{CUALLOC_INVALID_ARGUMENT, Failure, NULL};
+use crate::{cualloc_t, handles};
 
 /// A quantity over time, in bytes or as a number, depending on the field.
 #[repr(C)]
@@ -82,19 +83,23 @@ pub struct cualloc_stats_t {
     pub small_pool: cualloc_pool_stats_t,
     /// The figures of all other blocks.
     pub large_pool: cualloc_pool_stats_t,
-    /// Bytes that graph pools reserve from the driver, including released pools that still have memory. No other figure
-    /// here includes them, but they count against the limit.
+    /// Bytes that graph pools reserve from the driver, including released pools that still have memory. They count
+    /// against the limit and in held, but not in reserved.
     pub graph_pools: u64,
     /// Bytes of the device that growth leaves free.
     pub headroom: u64,
     /// Whether the packed policy currently saves driver calls or bytes, and why: CUALLOC_MEMORY_PLENTIFUL or one of
     /// CUALLOC_MEMORY_SCARCE_*.
     pub regime: u64,
-    /// Bytes that growable ranges reserve from the driver, including decommitted ones. No other figure here includes
-    /// them, but they count against the limit.
+    /// Bytes that growable ranges reserve from the driver, including decommitted ones. They count against the limit and
+    /// in held, but not in reserved.
     pub ranges: u64,
     /// The part of ranges that is decommitted.
     pub ranges_leaving: u64,
+    /// The figures of graph pools, which no figure above except graph_pools includes.
+    pub pooled: cualloc_pool_stats_t,
+    /// Bytes held from the driver for any purpose: reserved, graph_pools and ranges.
+    pub held: cualloc_counter_t,
 }
 
 /// Memory is plentiful: the allocator saves driver calls.
@@ -141,8 +146,62 @@ impl From<&PoolStats> for cualloc_pool_stats_t {
     }
 }
 
+/// Adds the blocks and the memory of graph pools to the figures of all blocks and of large ones, and makes `reserved`
+/// all that is held. Both peaks of a sum of bytes may belong to different times: their sum is an upper bound, and so is
+/// the peak of all that is held.
+pub(crate) fn with_graph_pools(mut stats: cualloc_stats_t) -> cualloc_stats_t {
+    let (pooled, held) = (stats.pooled, stats.held);
+    let add = |to: &mut cualloc_counter_t, from: &cualloc_counter_t, most: u64| {
+        to.current += from.current;
+        to.peak = (to.peak + from.peak).min(most);
+        to.total += from.total;
+    };
+    let large = &mut stats.large_pool;
+    for (bytes, pooled) in [
+        (&mut stats.requested, &pooled.requested),
+        (&mut stats.allocated, &pooled.allocated),
+        (&mut stats.active, &pooled.active),
+        (&mut large.requested, &pooled.requested),
+        (&mut large.allocated, &pooled.allocated),
+        (&mut large.active, &pooled.active),
+        (&mut large.reserved, &pooled.reserved),
+    ] {
+        add(bytes, pooled, held.peak);
+    }
+    for (number, pooled) in [
+        (&mut stats.blocks, &pooled.blocks),
+        (&mut stats.segments, &pooled.segments),
+        (&mut large.blocks, &pooled.blocks),
+        (&mut large.segments, &pooled.segments),
+    ] {
+        add(number, pooled, u64::MAX);
+    }
+    stats.reserved = held;
+    stats
+}
+
+/// Writes an allocator's statistics to the caller's structure, after `change`; zeros if the call fails.
+///
+/// # Safety
+/// `out` is null or points to a structure of `struct_size` bytes.
+pub(crate) unsafe fn report(
+    allocator: *mut cualloc_t,
+    out: *mut cualloc_stats_t,
+    change: fn(cualloc_stats_t) -> cualloc_stats_t,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's contract.
+    let room = unsafe { room(out) }?;
+    // SAFETY: the caller's contract.
+    let write = |stats: &cualloc_stats_t| unsafe { write(stats, out, room) };
+    write(&cualloc_stats_t::default());
+    write(&handles::with(allocator, |allocator| {
+        Ok(change(of(allocator)))
+    })?);
+    Ok(())
+}
+
 /// Returns an allocator's current statistics.
-pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
+fn of(allocator: &Allocator) -> cualloc_stats_t {
     let stats = allocator.stats();
     let all = cualloc_pool_stats_t::from(&stats.all);
     cualloc_stats_t {
@@ -169,6 +228,8 @@ pub(crate) fn of(allocator: &Allocator) -> cualloc_stats_t {
         regime: regime_number(stats.packing.regime),
         ranges: stats.ranges,
         ranges_leaving: stats.ranges_leaving,
+        pooled: (&stats.pooled).into(),
+        held: (&stats.held).into(),
     }
 }
 
@@ -217,4 +278,90 @@ pub(crate) unsafe fn read_struct<T: Copy>(from: *const T) -> Result<T, Failure> 
     }
     // SAFETY: it has all bytes of this version.
     Ok(unsafe { from.read() })
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::ptr::null_mut;
+
+    use crate::pool_tests::{Asked, allocator, enter, pool_of, scope};
+    use crate::tests::world;
+    use crate::*;
+
+    use super::cualloc_counter_t;
+
+    const MIB: u64 = 1 << 20;
+
+    fn figures(
+        allocator: *mut cualloc_t,
+        of: unsafe extern "C" fn(*mut cualloc_t, *mut cualloc_stats_t) -> i32,
+    ) -> cualloc_stats_t {
+        let struct_size = size_of::<cualloc_stats_t>();
+        let mut stats = cualloc_stats_t {
+            struct_size,
+            ..Default::default()
+        };
+        // SAFETY: the structure has the size that it states.
+        assert_eq!(unsafe { of(allocator, &mut stats) }, CUALLOC_OK);
+        stats
+    }
+
+    fn block(allocator: *mut cualloc_t, bytes: u64) -> u64 {
+        let mut out = 0;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { cualloc_alloc(allocator, bytes as usize, null_mut(), &mut out) };
+        assert_eq!(code, CUALLOC_OK);
+        out
+    }
+
+    fn free(allocator: *mut cualloc_t, block: u64) {
+        // SAFETY: nothing uses the block.
+        assert_eq!(unsafe { cualloc_free(allocator, block) }, CUALLOC_OK);
+    }
+
+    /// 32 MiB of ordinary memory come and go, then 12 and 8 MiB in a pool, while 4 MiB of ordinary memory are live.
+    #[test]
+    fn statistics_of_pytorch_include_graph_pools() {
+        let _one = world();
+        let (allocator, asked) = (allocator(), Asked::default());
+        free(allocator, block(allocator, 32 * MIB));
+        // SAFETY: the pointer to the result may be null.
+        let trimmed = unsafe { cualloc_trim(allocator, 0, null_mut(), null_mut()) };
+        assert_eq!(trimmed, CUALLOC_OK);
+        let ordinary = block(allocator, 4 * MIB);
+        let pool = pool_of(allocator);
+        let (code, number) = enter(pool, &scope(CUALLOC_SCOPE_THREAD, &asked));
+        assert_eq!(code, CUALLOC_OK);
+        let pooled = [12 * MIB, 8 * MIB].map(|bytes| block(allocator, bytes));
+        assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
+
+        let (own, all) = (
+            figures(allocator, cualloc_stats),
+            figures(allocator, cualloc_torch_stats),
+        );
+        let now = |of: cualloc_counter_t| (of.current, of.peak);
+        assert_eq!(now(own.allocated), (4 * MIB, 32 * MIB));
+        assert_eq!(now(own.pooled.allocated), (20 * MIB, 20 * MIB));
+        assert_eq!(own.pooled.reserved.current, own.graph_pools);
+        assert_eq!(own.held.current, own.reserved.current + own.graph_pools);
+        assert!((32 * MIB..52 * MIB).contains(&own.held.peak), "{own:?}");
+        // The peak of the sum is at most that of the memory held.
+        assert_eq!(now(all.allocated), (24 * MIB, own.held.peak));
+        assert_eq!(now(all.large_pool.allocated), (24 * MIB, own.held.peak));
+        assert_eq!(all.allocated.total, 56 * MIB);
+        assert_eq!((all.blocks.current, all.blocks.peak), (3, 3));
+        assert_eq!((all.reserved, all.pooled), (own.held, own.pooled));
+        assert_eq!(cualloc_reset_peaks(allocator), CUALLOC_OK);
+        let all = figures(allocator, cualloc_torch_stats);
+        assert_eq!(now(all.allocated), (24 * MIB, 24 * MIB));
+        assert_eq!(all.held.peak, all.held.current);
+
+        pooled.into_iter().for_each(|block| free(allocator, block));
+        free(allocator, ordinary);
+        let all = figures(allocator, cualloc_torch_stats);
+        assert_eq!((all.allocated.current, all.active.current), (0, 0));
+        assert_eq!(all.pooled.allocated.total, 20 * MIB);
+        assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
+        assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+    }
 }

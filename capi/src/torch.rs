@@ -19,6 +19,7 @@ use crate::results::{
     CUALLOC_CLOSED, CUALLOC_CONTEXT_LOST, CUALLOC_INVALID_ARGUMENT, CUALLOC_NOT_LIVE,
     CUALLOC_NOT_OURS, CUALLOC_OK, CUALLOC_PANIC, Failure,
 };
+use crate::stats::{self, cualloc_stats_t};
 use crate::{cualloc_block_t, cualloc_t, handle_table, handles, shared};
 
 /// Blocks whose free failed, usually because of a capture: the allocator's handle and the address.
@@ -335,6 +336,24 @@ pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize)
         unsafe { bytes.write(usize::try_from(size).unwrap_or(usize::MAX)) };
     }
     std::ptr::with_exposed_provenance_mut(base)
+}
+
+/// As cualloc_stats, with the quantities as PyTorch defines them: the figures of all blocks and of large_pool include
+/// graph pools, and reserved is held. Peaks of bytes are then upper bounds, which the peak of held bounds.
+///
+/// Errors: as cualloc_stats.
+///
+/// May be called from any thread.
+///
+/// # Safety
+/// As cualloc_stats.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_torch_stats(
+    allocator: *mut cualloc_t,
+    out: *mut cualloc_stats_t,
+) -> i32 {
+    // SAFETY: the caller's contract.
+    call(|| unsafe { stats::report(allocator, out, stats::with_graph_pools) })
 }
 
 fn block_around(allocator: *mut cualloc_t, address: u64) -> Option<BlockInfo> {

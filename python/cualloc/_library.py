@@ -64,6 +64,8 @@ class Stats(ctypes.Structure):
         ("regime", ctypes.c_uint64),
         ("ranges", ctypes.c_uint64),
         ("ranges_leaving", ctypes.c_uint64),
+        ("pooled", PoolStats),
+        ("held", Counter),
     ]
 
 
@@ -136,7 +138,7 @@ def _functions():
         "cualloc_trim_device": (code, [handle, number, to(number), to(number)]),
         "cualloc_empty_cache": (code, [handle, to(number), to(number)]),
         "cualloc_set_limit": (code, [handle, number]),
-        "cualloc_stats": (code, [handle, to(Stats)]),
+        **{name: (code, [handle, to(Stats)]) for name in ("cualloc_stats", "cualloc_torch_stats")},
         "cualloc_reset_peaks": (code, [handle]),
         "cualloc_check": (code, [handle]),
         "cualloc_pool_create_tagged": (code, [handle, text, to(handle)]),
@@ -344,11 +346,11 @@ def _known(device):
     return LIBRARY.cualloc_shared_made(device_number(device))
 
 
-def stats(device):
+def stats(device, function=LIBRARY.cualloc_stats):
     """Returns the statistics of a device's allocator as a structure. Does not create an allocator."""
     figures = Stats(struct_size=ctypes.sizeof(Stats), limit=NO_LIMIT)
     if made := _known(device):
-        checked(LIBRARY.cualloc_stats(made, ctypes.byref(figures)))
+        checked(function(made, ctypes.byref(figures)))
     return figures
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from cualloc import _library
+from cualloc._library import LIBRARY
 
 # PyTorch's name of each quantity, and ours.
 _QUANTITIES = {
@@ -40,7 +41,7 @@ def _pools(figures):
 
 def nested(device):
     """Returns what `torch._C._cuda_memoryStats` returns for a device."""
-    figures = _library.stats(device)
+    figures = _library.stats(device, LIBRARY.cualloc_torch_stats)
     bases = _bases.get(device, {})
 
     def base(*place):
@@ -69,7 +70,7 @@ def nested(device):
 
 def reset_accumulated(device):
     """Replaces `torch._C._cuda_resetAccumulatedMemoryStats`: totals count from now on."""
-    figures = _library.stats(device)
+    figures = _library.stats(device, LIBRARY.cualloc_torch_stats)
     noted = {("retries",): (figures.retries, 0), ("ooms",): (figures.ooms, 0)}
     for pool, part in _pools(figures).items():
         for kind in _library.KINDS:

@@ -483,16 +483,16 @@ def _device(device):
 def stats(device=None):
     """Returns the statistics of a device's allocator (by default the current device's) as dictionaries: bytes
     `requested`, `allocated` (after rounding) and `reserved` from the driver, each with `current`, `peak` and `total`;
-    numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h). `graph_pools`
-    is the memory of pools of graphs, which no other figure includes. `regime` is 0 while memory is plentiful, else the
-    reason why it is scarce (CUALLOC_MEMORY_SCARCE_* in cualloc.h)."""
+    numbers of `blocks` and `segments`; `ooms`, `hits`, `misses`, and more (cualloc_stats_t in cualloc.h). `pooled`
+    are the same figures of pools of graphs, and `held` is all memory from the driver: reserved memory, pools and ranges.
+    `regime` is 0 while memory is plentiful, else the reason why it is scarce (CUALLOC_MEMORY_SCARCE_* in cualloc.h)."""
     return _library.plain(_library.stats(_device(device)))
 
 
 def summary(device=None):
     """Returns the statistics of a device's allocator as a text of several lines."""
     device = _device(device)
-    figures = _library.stats(device)
+    figures = _library.stats(device, _library.LIBRARY.cualloc_torch_stats)
 
     def row(name, counter):
         return f"  {name:<22} {_size(counter.current):>12} {_size(counter.peak):>12}"
@@ -537,7 +537,7 @@ def graph_pool(pool, device=None):
     """Returns the statistics of a torch.cuda.MemPool or a pool of CUDA graphs on a device, the latter by its id
     (`torch.cuda.graph_pool_handle()`, or `pool()` of a graph), as a dictionary. Bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical`
     reserved from the driver. Numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or
-    all were reset. `torch.cuda.memory_*` do not include pools of graphs; `stats()` has their sum as `graph_pools`."""
+    all were reset. `stats()["pooled"]` is the sum over all pools."""
     return _library.graph_pool(_device(device), _pool_id(pool))
 
 

@@ -38,10 +38,11 @@ using Filter = std::function<bool(cudaStream_t)>;
 
 cualloc_torch_pool_id_t id_of(MempoolId_t id) { return {id.first, id.second}; }
 
+// Returns the statistics as PyTorch counts: with pools of graphs.
 cualloc_stats_t stats_of(c10::DeviceIndex device) {
     cualloc_stats_t stats{};
     stats.struct_size = sizeof stats;
-    if (cualloc_t *allocator = cualloc_shared_made(device)) cualloc_stats(allocator, &stats);
+    if (cualloc_t *allocator = cualloc_shared_made(device)) cualloc_torch_stats(allocator, &stats);
     return stats;
 }
 
@@ -302,7 +303,7 @@ struct __attribute__((visibility("default"))) Allocator final : Base {
     // views make it so, and even if work in flight may still use it.
     void cacheInfo(c10::DeviceIndex device, std::size_t *largest) override {
         const cualloc_stats_t stats = stats_of(device);
-        const std::uint64_t free = driver_memory(device).first, reserved = stats.reserved.current + stats.graph_pools;
+        const std::uint64_t free = driver_memory(device).first, reserved = stats.reserved.current;
         const std::uint64_t driver = free - std::min(free, stats.headroom);
         const std::uint64_t below = stats.limit - std::min(stats.limit, reserved);
         *largest = static_cast<std::size_t>(stats.free_bytes + std::min(driver, below));

@@ -290,7 +290,6 @@ def main(allocator, *names):
         torch._dynamo.reset()
         row["reserved_MiB"] = torch.cuda.max_memory_reserved() >> 20
         if allocator == "cualloc":
-            row["reserved_MiB"] = (ours.stats()["reserved"]["peak"] + ours.stats()["graph_pools"]) >> 20
             try:
                 ours.check()
             except cualloc.Error as error:

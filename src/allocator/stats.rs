@@ -40,6 +40,14 @@ impl Counter {
         self.total_freed += amount;
     }
 
+    /// Changes the current value to `value`.
+    pub(crate) fn set(&mut self, value: u64) {
+        match value.checked_sub(self.current) {
+            Some(amount) => self.add(amount),
+            None => self.sub(self.current - value),
+        }
+    }
+
     /// Reverts a [`sub`](Self::sub).
     pub(crate) fn put_back(&mut self, amount: u64) {
         self.current += amount;
@@ -91,7 +99,7 @@ impl PoolStats {
     /// Counts an allocated block. Out of line, as [`freed`](Self::freed) is, because a block counts in two pools: the
     /// second call finds the code in the cache.
     #[inline(never)]
-    fn born(&mut self, bytes: u64, requested: u64) {
+    pub(crate) fn born(&mut self, bytes: u64, requested: u64) {
         self.allocations.add(1);
         self.allocated.add(bytes);
         self.active.add(bytes);
@@ -100,7 +108,7 @@ impl PoolStats {
 
     /// Counts a freed block; `over` is whether no stream other than its own still accesses it.
     #[inline(never)]
-    fn freed(&mut self, bytes: u64, requested: u64, over: bool) {
+    pub(crate) fn freed(&mut self, bytes: u64, requested: u64, over: bool) {
         self.allocations.sub(1);
         self.allocated.sub(bytes);
         self.requested.sub(requested);
@@ -212,14 +220,19 @@ pub struct Stats {
     /// Bytes of the device that growth leaves free ([`Config::headroom`](crate::allocator::Config::headroom)).
     pub headroom: u64,
     /// Bytes that graph pools hold from the driver, including released pools that still hold memory. These bytes count
-    /// towards the limit, but in no other statistic here.
+    /// towards the limit and in [`held`](Self::held), but not in [`all`](Self::all).
     pub graph_pools: u64,
+    /// Blocks and memory of all graph pools together. All peaks are exact.
+    pub pooled: PoolStats,
     /// Bytes that growable ranges hold from the driver, including those that are decommitted. They count towards the
-    /// limit, but in no other statistic here.
+    /// limit and in [`held`](Self::held), but in no other statistic here.
     pub ranges: u64,
     /// The part of [`ranges`](Self::ranges) that is decommitted, and serves other requests as soon as its uses are
     /// complete.
     pub ranges_leaving: u64,
+    /// Bytes held from the driver for any purpose: reserved memory, graph pools, and ranges. Calls in progress count
+    /// with what they will add.
+    pub held: Counter,
     /// State of the packed policy.
     pub packing: Packing,
 }
@@ -234,9 +247,22 @@ impl Stats {
     }
 
     pub(crate) fn reset_peaks(&mut self) {
-        for pool in [&mut self.all, &mut self.small, &mut self.large] {
+        for pool in [
+            &mut self.all,
+            &mut self.small,
+            &mut self.large,
+            &mut self.pooled,
+        ] {
             pool.reset_peaks();
         }
+        self.held.reset_peak();
+    }
+
+    /// Counts what graph pools (bytes and handles) and ranges (bytes) hold, and the sum of all that is held.
+    pub(crate) fn count_held(&mut self, pools: (u64, u64), ranges: u64) {
+        self.pooled.reserved.set(pools.0);
+        self.pooled.segments.set(pools.1);
+        self.held.set(self.all.reserved.current + pools.0 + ranges);
     }
 
     /// Counts an allocated block.

@@ -55,6 +55,8 @@ pub(crate) struct Graphs {
     pub unqueried: BTreeSet<u64>,
     /// Bytes that all pools hold from the driver, including those that growth in progress will add.
     pub held: u64,
+    /// Number of handles of all pools.
+    pub handles: u64,
     /// Woken when a lease ends.
     pub ended: Arc<Wakeup>,
     /// Handles of retired streams, each with the counter at that time. Kept only once there are checkpoints, which may
@@ -201,10 +203,11 @@ impl Graphs {
         })
     }
 
-    /// Recomputes the bytes that pools hold.
+    /// Recomputes the bytes and the number of handles that pools hold.
     pub(crate) fn recount(&mut self) {
-        let pools = self.pools.values().filter(|pool| !pool.away);
-        self.held = pools.map(|pool| pool.arena.held() + pool.planned).sum();
+        let pools = || self.pools.values().filter(|pool| !pool.away);
+        self.held = pools().map(|pool| pool.arena.held() + pool.planned).sum();
+        self.handles = pools().map(|pool| pool.arena.handles.len() as u64).sum();
     }
 
     /// Returns the pool of the live block that starts at an address. Usually it is the pool of the last block.

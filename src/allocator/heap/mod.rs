@@ -137,6 +137,12 @@ impl Heap {
         self.held() + self.graphs.held + self.ranges.held
     }
 
+    /// Updates the statistics of what is held, after an addition to reserved memory, a graph pool or a range.
+    pub(crate) fn count_held(&mut self) {
+        self.stats
+            .count_held((self.graphs.held, self.graphs.handles), self.ranges.held);
+    }
+
     /// Returns the bytes that count towards the limit: those present, and those that a resume in progress will take.
     pub(crate) fn counted(&self) -> u64 {
         self.present() + self.suspended.coming

@@ -55,6 +55,10 @@ pub(crate) fn check(heap: &Heap) -> Result<(), Error> {
     heap.graphs.check()?;
     heap.ranges.check()?;
     let pooled = check_pooled(heap, &mut sums)?;
+    let counted = &heap.stats.pooled;
+    let (blocks, bytes) = heap.graphs.live_totals();
+    same("blocks of graph pools", blocks, counted.allocations.current)?;
+    same("bytes of graph pools", bytes, counted.allocated.current)?;
     same("records in use", sums.records, heap.extents.records.len())?;
     same(
         "block starts known",

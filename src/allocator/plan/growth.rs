@@ -432,6 +432,7 @@ pub(crate) fn hold(heap: &mut Heap, addr: u64, bytes: u64, handle: Option<u64>, 
         },
     );
     heap.stats.count_obtained(space == SpaceId::Small, bytes);
+    heap.count_held();
     heap.recorder
         .record_memory(Kind::Map, (addr, bytes), (space, handle.is_some()));
 }

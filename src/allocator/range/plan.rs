@@ -231,6 +231,7 @@ pub(crate) fn apply(heap: &mut Heap, id: u64, span: &Span<u64>, work: Work, hand
         }
     }
     heap.ranges.recount();
+    heap.count_held();
 }
 
 /// Reverts a commit: the range is as before, except for mappings that could not be undone.

@@ -224,6 +224,7 @@ impl Drop for Work<'_> {
         }
         heap.graphs.recount();
         heap.ranges.recount();
+        heap.count_held();
         (heap.suspended.working, heap.suspended.coming) = (false, 0);
         heap.suspended.under_way.clear();
         drop(heap);
