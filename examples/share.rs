@@ -8,11 +8,12 @@ use std::error::Error;
 use std::io::{BufRead, Write};
 use std::process::{Command, Stdio};
 
-use cualloc::driver::Driver;
+use cualloc::driver::{Driver, Stream};
 use cualloc::share::{Export, Foreign, Import, Token};
-use cualloc::{Allocator, Config};
+use cualloc::{Allocator, Config, DeviceBuffer};
 
 const BYTES: usize = 3 << 20;
+const BYTE: u8 = 42;
 
 fn main() -> Result<(), Box<dyn Error>> {
     match std::env::args().nth(1).as_deref() {
@@ -26,7 +27,9 @@ fn exporter() -> Result<(), Box<dyn Error>> {
     let allocator = Allocator::with_config(&context, Config::from_env()?)?;
     let stream = allocator.create_stream()?;
     let block = allocator.allocate(BYTES, &stream)?;
-    // Work that fills the block is submitted here. It has to be complete before the other process uses the block.
+    // SAFETY: the block is that long.
+    unsafe { stream.memset(block.ptr(), BYTE, BYTES) }?;
+    // The work has to be complete before the other process uses the block.
     stream.synchronize()?;
     let export = Export::new(block, Foreign::Allow)?;
     let outside = export.foreign_bytes();
@@ -60,6 +63,11 @@ fn importer() -> Result<(), Box<dyn Error>> {
         token.process(),
         import.ptr()
     );
-    // Work on the memory is submitted here. Dropping the import waits for it.
-    Ok(())
+    let (ptr, stream) = (import.ptr(), Stream::new(&context)?);
+    // SAFETY: the memory is as long as the block, and the buffer owns the import, whose drop waits for the work.
+    let buffer = unsafe { DeviceBuffer::<u8>::from_raw_parts(ptr, BYTES, &stream, import) }?;
+    match buffer.to_vec()?.iter().all(|byte| *byte == BYTE) {
+        true => Ok(()),
+        false => Err("the contents differ".into()),
+    }
 }

@@ -247,6 +247,8 @@ class Buffer:
         import numpy
 
         view = self if dtype is None and shape is None else self.view(dtype, shape)
+        if view.dtype.startswith(("bfloat", "float8")):
+            import ml_dtypes  # noqa: F401  NumPy finds these types by name once it is imported.
         array = numpy.empty(view.shape, view.dtype)
         view.copy_to(array, stream)
         return array

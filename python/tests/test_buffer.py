@@ -6,6 +6,7 @@ What needs NumPy is skipped where it is not installed.
 import copy
 import ctypes
 import gc
+import importlib.util
 import os
 import pickle
 import subprocess
@@ -454,6 +455,12 @@ def arrays_of_numpy_go_both_ways():
     assert np.array_equal(values.to_numpy("uint64", (2, 1)), np.array([[1.0], [2.0]]).view("uint64"))
     assert np.array_equal(values.to_numpy(np.float64, 1), [1.0])
     assert np.array_equal(np.from_dlpack(values, device="cpu"), [1.0, 2.0])
+    half = values.view("bfloat16", 8)
+    if importlib.util.find_spec("ml_dtypes"):
+        assert half.to_numpy().dtype.name == "bfloat16"
+    else:
+        raises(ModuleNotFoundError, "ml_dtypes", half.to_numpy)
+    del half
     read = np.arange(16, dtype=np.uint8)
     read.flags.writeable = False
     values.copy_from(read)
@@ -482,6 +489,20 @@ def a_token_opens_the_memory():
     opened.view("uint8", 16).copy_to(back)
     assert back == b"\3" * 16 and opened.nbytes >= 1 << 20 and opened.ptr != buffer.ptr
     opened.free()
+    other = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import test_package, cualloc
+test_package.driver()
+values = cualloc.Buffer.open_shared(sys.argv[1]).view("uint8", 16)
+back = bytearray(16)
+values.copy_to(back)
+assert back == b"\\3" * 16, back
+values.copy_from(b"\\4" * 16)
+"""
+    subprocess.run([sys.executable, "-c", other, token, os.path.dirname(__file__)], check=True)
+    buffer.view("uint8", 16).copy_to(back)
+    assert back == b"\4" * 16
     buffer.free()
     assert raises(cualloc.Error, "freed", cualloc.Buffer.open_shared, token).code == 4
     raises(cualloc.Error, "", cualloc.Buffer.open_shared, "no token")

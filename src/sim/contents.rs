@@ -3,6 +3,8 @@
 //! Fills and arithmetic patterns of any length are one interval, so that filling, copying and
 //! checking gigabytes costs as much as there are intervals.
 
+#[cfg(unix)]
+use super::shared_contents::SharedContents;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -95,9 +97,21 @@ impl Content {
 #[derive(Default, Debug)]
 pub(super) struct Contents {
     map: BTreeMap<u64, (u64, Content)>,
+    /// Has the bytes instead, once other processes may have them, too.
+    #[cfg(unix)]
+    pub(super) shared: Option<SharedContents>,
 }
 
 impl Contents {
+    /// Moves the bytes to a file that other processes use.
+    #[cfg(unix)]
+    pub(super) fn share(&mut self, shared: SharedContents) {
+        for (start, (end, content)) in std::mem::take(&mut self.map) {
+            shared.write(start, end - start, Some(&content));
+        }
+        self.shared = Some(shared);
+    }
+
     /// Cuts the interval that crosses `at` in two.
     fn split(&mut self, at: u64) {
         let Some((&start, &(end, _))) = self.map.range(..at).next_back() else {
@@ -115,6 +129,10 @@ impl Contents {
 
     /// Makes `start..start + len` undefined.
     pub(super) fn clear(&mut self, start: u64, len: u64) {
+        #[cfg(unix)]
+        if let Some(shared) = &self.shared {
+            return shared.write(start, len, None);
+        }
         let end = start + len;
         self.split(start);
         self.split(end);
@@ -127,6 +145,10 @@ impl Contents {
     pub(super) fn write(&mut self, start: u64, len: u64, content: Content) {
         if len == 0 {
             return;
+        }
+        #[cfg(unix)]
+        if let Some(shared) = &self.shared {
+            return shared.write(start, len, Some(&content));
         }
         // The common case of churn: exactly the same interval again.
         if let Some(entry) = self.map.get_mut(&start)
@@ -154,6 +176,10 @@ impl Contents {
         len: u64,
         mut visit: impl FnMut(u64, u64, Option<Content>),
     ) {
+        #[cfg(unix)]
+        if let Some(shared) = &self.shared {
+            return shared.read(start, len, visit);
+        }
         let end = start + len;
         let mut at = start;
         let first = self

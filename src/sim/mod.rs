@@ -51,6 +51,8 @@ mod pools;
 mod race;
 mod reports;
 mod schedule;
+#[cfg(unix)]
+mod shared_contents;
 mod sharing;
 mod slots;
 mod state;

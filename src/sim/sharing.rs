@@ -1,11 +1,13 @@
 //! Pointer attributes, and memory shared between processes: handles, descriptors, IPC.
 //!
 //! What travels between the users of one simulator is a number, or a file with one. In another process the file stands
-//! for memory of the same size, whose contents are its own.
+//! for memory of the same size, and has its contents from the first export on.
 
 use super::args::{Host, In, Out};
 use super::call::{R, fail};
 use super::physical::{Origin, Props};
+#[cfg(unix)]
+use super::shared_contents::SharedContents;
 use super::state::State;
 use crate::driver::sys::*;
 use std::ffi::{c_int, c_uint, c_void};
@@ -38,8 +40,13 @@ impl State {
     #[cfg(unix)]
     fn share_fd(&mut self, what: u32) -> R<c_int> {
         use std::os::fd::IntoRawFd;
+        let out = |_| CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let alloc = (what & POOL == 0).then(|| self.allocs[what as usize].as_ref());
-        let (bytes, device, id, kinds) = alloc.flatten().map_or((0, 0, 0, 0), |alloc| {
+        let alloc = alloc.flatten();
+        if let Some(shared) = alloc.and_then(|alloc| alloc.contents.shared.as_ref()) {
+            return Ok(shared.descriptor().map_err(out)?.into_raw_fd());
+        }
+        let (bytes, device, id, kinds) = alloc.map_or((0, 0, 0, 0), |alloc| {
             let device = alloc.device as u64;
             (
                 alloc.bytes,
@@ -57,8 +64,12 @@ impl State {
             device,
             kinds.into(),
         ];
-        let file = file_of(&words).map_err(|_| CUresult::CUDA_ERROR_OUT_OF_MEMORY)?;
-        Ok(file.into_raw_fd())
+        let shared = SharedContents::new(file_of(&words).map_err(out)?);
+        let descriptor = shared.descriptor().map_err(out)?;
+        if let Some(Some(alloc)) = self.allocs.get_mut(what as usize) {
+            alloc.contents.share(shared);
+        }
+        Ok(descriptor.into_raw_fd())
     }
 
     /// Returns a number that no other simulator of any running process has.
@@ -73,7 +84,8 @@ impl State {
         Ok(self.share_token(what) as c_int)
     }
 
-    /// Returns the shared object behind a file descriptor. Memory of another simulator is represented by new memory.
+    /// Returns the shared object behind a file descriptor. Memory of another simulator is represented by new memory with
+    /// the same contents.
     #[cfg(unix)]
     fn shared_fd(&mut self, fd: usize) -> R<u32> {
         let fd = c_int::try_from(fd)
@@ -104,6 +116,7 @@ impl State {
                 if let Some(entry) = &mut self.allocs[alloc as usize] {
                     // The caller counts the import.
                     entry.references = 0;
+                    entry.contents.shared = SharedContents::of(fd).ok();
                 }
                 self.handles.insert(value, alloc);
                 Ok(alloc)
