@@ -107,7 +107,8 @@ impl Contents {
     #[cfg(unix)]
     pub(super) fn share(&mut self, shared: SharedContents) {
         for (start, (end, content)) in std::mem::take(&mut self.map) {
-            shared.write(start, end - start, Some(&content));
+            let bytes = |offset, len| Some(content.skip(offset).bytes(len));
+            shared.write(start, end - start, bytes);
         }
         self.shared = Some(shared);
     }
@@ -131,7 +132,7 @@ impl Contents {
     pub(super) fn clear(&mut self, start: u64, len: u64) {
         #[cfg(unix)]
         if let Some(shared) = &self.shared {
-            return shared.write(start, len, None);
+            return shared.write(start, len, |_, _| None);
         }
         let end = start + len;
         self.split(start);
@@ -148,7 +149,9 @@ impl Contents {
         }
         #[cfg(unix)]
         if let Some(shared) = &self.shared {
-            return shared.write(start, len, Some(&content));
+            return shared.write(start, len, |offset, len| {
+                Some(content.skip(offset).bytes(len))
+            });
         }
         // The common case of churn: exactly the same interval again.
         if let Some(entry) = self.map.get_mut(&start)
@@ -178,7 +181,10 @@ impl Contents {
     ) {
         #[cfg(unix)]
         if let Some(shared) = &self.shared {
-            return shared.read(start, len, visit);
+            return shared.read(start, len, |offset, bytes| {
+                let len = bytes.len() as u64;
+                visit(offset, len, Some(Content::Raw(bytes.into(), 0)));
+            });
         }
         let end = start + len;
         let mut at = start;

@@ -1,6 +1,5 @@
 //! The bytes of memory that simulators of several processes share, in a file.
 
-use super::contents::Content;
 use std::fs::File;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -21,64 +20,59 @@ impl SharedContents {
         SharedContents(file)
     }
 
+    pub(super) fn of(descriptor: BorrowedFd<'_>) -> io::Result<SharedContents> {
+        Ok(SharedContents(descriptor.try_clone_to_owned()?.into()))
+    }
+
     /// Returns a further descriptor of the file.
     pub(super) fn descriptor(&self) -> io::Result<OwnedFd> {
         Ok(self.0.try_clone()?.into())
     }
 
-    pub(super) fn of(descriptor: BorrowedFd<'_>) -> io::Result<SharedContents> {
-        Ok(SharedContents(descriptor.try_clone_to_owned()?.into()))
-    }
-
-    /// Stores `content`, or makes the bytes undefined.
-    pub(super) fn write(&self, start: u64, len: u64, content: Option<&Content>) {
+    /// Stores `len` bytes, which `bytes` returns piece by piece: by their offset and length, `None` if they are
+    /// undefined.
+    pub(super) fn write(
+        &self,
+        start: u64,
+        len: u64,
+        bytes: impl Fn(u64, usize) -> Option<Vec<u8>>,
+    ) {
         for (offset, len) in chunks(len) {
-            let bytes = match content {
-                Some(content) => content.skip(offset).bytes(len as usize),
-                None => vec![UNDEFINED; len as usize],
-            };
-            let bytes: Vec<u8> = bytes.iter().map(|byte| byte ^ UNDEFINED).collect();
+            let mut bytes = bytes(offset, len).unwrap_or_else(|| vec![UNDEFINED; len]);
+            bytes.iter_mut().for_each(|byte| *byte ^= UNDEFINED);
             let written = self.0.write_all_at(&bytes, START + start + offset);
             report("write", written);
         }
     }
 
-    /// Calls `visit(offset, len, content)` for each piece in order.
-    pub(super) fn read(
-        &self,
-        start: u64,
-        len: u64,
-        mut visit: impl FnMut(u64, u64, Option<Content>),
-    ) {
+    /// Calls `visit(offset, bytes)` for each piece in order.
+    pub(super) fn read(&self, start: u64, len: u64, mut visit: impl FnMut(u64, Vec<u8>)) {
         for (offset, len) in chunks(len) {
-            let mut bytes = vec![0; len as usize];
-            let end = bytes.len();
-            let mut at = 0;
-            // Bytes after the end of the file were never written.
-            while at < end {
-                match self
-                    .0
-                    .read_at(&mut bytes[at..], START + start + offset + at as u64)
-                {
-                    Ok(0) => break,
-                    Ok(read) => at += read,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) => {
-                        report("read", Err(error));
-                        break;
-                    }
-                }
-            }
+            let mut bytes = vec![0; len];
+            report("read", self.fill(&mut bytes, START + start + offset));
             bytes.iter_mut().for_each(|byte| *byte ^= UNDEFINED);
-            visit(offset, len, Some(Content::Raw(bytes.into(), 0)));
+            visit(offset, bytes);
         }
+    }
+
+    /// Reads bytes; those after the end of the file, which were never written, stay as they are.
+    fn fill(&self, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match self.0.read_at(bytes, at) {
+                Ok(0) => break,
+                Ok(read) => (bytes, at) = (&mut bytes[read..], at + read as u64),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 }
 
-fn chunks(len: u64) -> impl Iterator<Item = (u64, u64)> {
+fn chunks(len: u64) -> impl Iterator<Item = (u64, usize)> {
     (0..len.div_ceil(CHUNK)).map(move |index| {
         let offset = index * CHUNK;
-        (offset, CHUNK.min(len - offset))
+        (offset, CHUNK.min(len - offset) as usize)
     })
 }
 

@@ -133,7 +133,7 @@ pub(crate) struct Live {
 #[derive(Debug)]
 pub(crate) struct FreedBlock {
     pub id: u32,
-    pub granules: u32,
+    pub bytes: u64,
     pub requested: u64,
     /// Users, to be dropped without the lock.
     pub users: Few<User>,
@@ -311,7 +311,7 @@ impl Arena {
         }
         Some(FreedBlock {
             id: live.id,
-            granules: live.granules,
+            bytes: live.bytes(),
             requested: live.requested,
             users: live.users,
         })

@@ -16,7 +16,6 @@ use crate::allocator::graph::plan::{Plan, PlanFailure, PlanResources};
 use crate::allocator::graph::user::User;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::MemoryUsers;
-use crate::allocator::size::GRANULE;
 use crate::driver::process;
 use crate::event::{self, Kind};
 
@@ -117,8 +116,6 @@ pub(crate) fn add(
     let generation = hot.generation;
     records.cold_mut(id).requested = requested;
     heap.extents.lookup.insert(place.addr, id);
-    let bytes = u64::from(granules) * GRANULE;
-    heap.stats.pooled.born(bytes, requested);
     let captured = users.iter().any(|user| user.since.is_some());
     let mut names = Names::default();
     if process::is_recording() {
@@ -146,6 +143,7 @@ pub(crate) fn add(
         names,
         users,
     };
+    heap.stats.pooled.born(live.bytes(), requested);
     heap.graphs.enter(place.addr, live);
     let home = heap.caches.graph_home();
     Grant::large(home, place.addr, (id, generation), (granules, requested))
@@ -159,8 +157,7 @@ pub(crate) fn remove(heap: &mut Heap, pool: u64, addr: u64, tag: Tag) -> Option<
     let gone = pool.arena.release(addr, tag)?;
     heap.extents.lookup.remove(addr);
     heap.extents.records.retire(gone.id);
-    let bytes = u64::from(gone.granules) * GRANULE;
-    heap.stats.pooled.freed(bytes, gone.requested, true);
+    heap.stats.pooled.freed(gone.bytes, gone.requested, true);
     let first = gone.users.first().map(|user| (user.key, user.raw));
     heap.recorder
         .record_pooled(&heap.streams, Kind::Free, (addr, gone.requested), first);
