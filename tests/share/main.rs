@@ -1,5 +1,4 @@
-//! Blocks shared between processes. Both ends are in one process where that suffices; the simulator's memory has other
-//! contents in another one.
+//! Blocks shared between processes. Both ends are in one process where that suffices.
 #![cfg(all(feature = "sim", target_os = "linux"))]
 
 #[path = "../common/mod.rs"]

@@ -71,8 +71,16 @@ fn child_entry() {
     let lines = std::io::stdin().lines().map(|line| line.unwrap());
     if role == "exporter" {
         let (allocator, stream) = (rig.allocator(), rig.stream());
-        let block = allocator.allocate(5 * MIB, &stream).unwrap();
-        answer(token(&allocator, block.ptr()));
+        let blocks: Vec<Block> = (0..BLOCKS)
+            .map(|at| allocator.allocate(bytes_of(at), &stream).unwrap())
+            .collect();
+        for (at, block) in blocks.iter().enumerate() {
+            rig.stamp(block.ptr(), bytes_of(at), at as u32, &stream);
+        }
+        stream.synchronize().unwrap();
+        for block in &blocks {
+            answer(token(&allocator, block.ptr()));
+        }
         // Lives until it is killed, or its parent has ended.
         return lines.for_each(drop);
     }
@@ -94,6 +102,14 @@ fn child_entry() {
     }
 }
 
+/// A size of up to 200 KiB, sometimes 5 MiB.
+fn bytes_of(at: usize) -> usize {
+    match at % 250 {
+        0 => 5 * MIB,
+        _ => 512 + 1024 * (at % 200),
+    }
+}
+
 /// The open descriptors of this process.
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
@@ -106,11 +122,7 @@ fn guards_end_with_the_process_of_their_importer() {
         packed(|rig| {
             let (allocator, stream) = (rig.allocator(), rig.stream());
             let blocks: Vec<Block> = (0..BLOCKS)
-                .map(|at| {
-                    allocator
-                        .allocate(512 + 1024 * (at % 200), &stream)
-                        .unwrap()
-                })
+                .map(|at| allocator.allocate(bytes_of(at), &stream).unwrap())
                 .collect();
             // The first round also opens what the server and the driver keep.
             let mut kept = None;
@@ -145,25 +157,32 @@ fn guards_end_with_the_process_of_their_importer() {
     });
 }
 
-/// Memory outlives the process that shares it; its tokens do not.
+/// Memory and its contents outlive the process that shares them; its tokens do not.
 #[test]
 fn imports_outlive_their_exporter() {
     alone(|| {
         packed(|rig| {
             let mut other = Other::new("exporter");
-            let token: Token = other.answer().parse().unwrap();
-            let import = Import::open(&rig.context, &token).unwrap();
+            let answers = (0..BLOCKS).map(|_| other.answer().parse().unwrap());
+            let tokens: Vec<Token> = answers.collect();
             let before = descriptors();
-            let stream = rig.stream();
-            rig.stamp(import.ptr(), 5 * MIB, 3, &stream);
+            let (opened, refused) = tokens.split_at(BLOCKS / 2);
+            let open = |token: &Token| Import::open(&rig.context, token);
+            let imports: Vec<Import> = opened.iter().map(|token| open(token).unwrap()).collect();
             other.kill();
-            for _ in 0..2 {
-                let opened = Import::open(&rig.context, &token);
-                assert_matches!(opened, Err(Error::Share(ShareError::Ended { pid })) if pid == token.process());
+            for token in refused.iter().chain(opened) {
+                let end = open(token);
+                assert_matches!(end, Err(Error::Share(ShareError::Ended { pid })) if pid == token.process());
             }
-            assert_eq!(rig.mismatches(import.ptr(), 5 * MIB, 3, &stream), 0);
-            drop(import);
-            assert!(descriptors() < before, "the connection is closed");
+            let stream = rig.stream();
+            for (at, import) in imports.iter().enumerate() {
+                let (ptr, bytes) = (import.ptr(), bytes_of(at));
+                assert_eq!(rig.mismatches(ptr, bytes, at as u32, &stream), 0);
+                rig.stamp(ptr, bytes, 7, &stream);
+                assert_eq!(rig.mismatches(ptr, bytes, 7, &stream), 0);
+            }
+            drop(imports);
+            assert!(descriptors() <= before, "connections and memory are closed");
         });
     });
 }
