@@ -1,6 +1,7 @@
 //! Uses of a pool's memory by work outside of captures, beside graphs that were captured with it.
 
 use super::support::*;
+use cualloc::error::StreamMisuse;
 
 /// [`pooled`] on a simulator with interludes.
 fn with_interludes<const N: usize>(
@@ -229,15 +230,41 @@ fn a_block_that_comes_back_forgets_streams_that_were_retired() {
             Ok(restored) => drop(restored),
         }
         let block = allocator.allocate(2 * MIB, &stream).unwrap();
+        let raws = [(); 2].map(|()| RawStream::new(rig));
+        for raw in &raws {
+            allocator.raw_record_stream(block.ptr(), raw.raw()).unwrap();
+        }
+        let graph = Graph::new(&rig.context).unwrap();
+        // SAFETY: the graph is alive, and this thread's: the addresses stay.
+        unsafe { pool.retain(graph.raw()) }.unwrap();
+        let point = pool.checkpoint().unwrap();
+        drop(block);
+        raws.into_iter().for_each(|raw| raw.retire(&allocator));
+        rig.settle(&stream);
+        // SAFETY: no block ceases.
+        let restored = unsafe { pool.restore(&point) }.unwrap();
+        assert_eq!(restored.revived.len(), 1);
+    });
+}
+
+/// The uses of a raw stream are complete and forgotten, except that a checkpoint has the block.
+#[test]
+fn a_block_that_comes_back_forgets_streams_that_were_unknown_when_retired() {
+    pooled(|rig, allocator, pool, [stream]| {
         let raw = RawStream::new(rig);
+        let _scope = pool.enter(Scope::Thread).unwrap();
+        let block = allocator.allocate(2 * MIB, &stream).unwrap();
         allocator.raw_record_stream(block.ptr(), raw.raw()).unwrap();
         let graph = Graph::new(&rig.context).unwrap();
         // SAFETY: the graph is alive, and this thread's: the addresses stay.
         unsafe { pool.retain(graph.raw()) }.unwrap();
         let point = pool.checkpoint().unwrap();
         drop(block);
-        raw.retire(&allocator);
         rig.settle(&stream);
+        allocator.trim(0).unwrap();
+        let unknown = allocator.raw_retire(raw.raw());
+        assert_matches!(unknown, Err(Error::Stream(StreamMisuse::Unknown { .. })));
+        raw.destroy();
         // SAFETY: no block ceases.
         let restored = unsafe { pool.restore(&point) }.unwrap();
         assert_eq!(restored.revived.len(), 1);

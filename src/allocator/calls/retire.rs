@@ -4,7 +4,7 @@ use crate::allocator::engine::Engine;
 use crate::allocator::engine::leaving;
 use crate::allocator::engine::naming::Named;
 use crate::allocator::graph::run::uses;
-use crate::error::Error;
+use crate::error::{Error, StreamMisuse};
 
 /// Returns the slot of a known stream, or an error that says why it is unknown.
 pub(crate) fn known(engine: &Engine, named: &Named<'_>) -> Result<u32, Error> {
@@ -36,6 +36,10 @@ fn known_all(engine: &Engine, named: &Named<'_>) -> Result<Vec<u32>, Error> {
 pub(crate) fn retire(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
     let slots = match known_all(engine, named) {
         Err(_) if uses::pools_use_stream(engine, named) => Vec::new(),
+        Err(error @ Error::Stream(StreamMisuse::Unknown { .. })) => {
+            uses::forget(engine, named);
+            return Err(error);
+        }
         known => known?,
     };
     engine.refuse_capture(named)?;

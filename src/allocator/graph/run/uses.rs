@@ -243,13 +243,19 @@ pub(crate) fn pools_use_stream(engine: &Engine, named: &Named<'_>) -> bool {
     engine.lock().graphs.uses_stream(&named.user(None))
 }
 
+/// Records that a stream that uses no pool is not used any more: checkpoints may list it.
+pub(crate) fn forget(engine: &Engine, named: &Named<'_>) {
+    let graphs = &mut engine.lock().graphs;
+    graphs.note_retirement(&named.user(None), None);
+}
+
 /// Ends a stream's uses of pools: the stream receives no more work, and its handle is not used any more.
 pub(crate) fn leave(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
-    let user = named.user(None);
     if !pools_use_stream(engine, named) {
-        engine.lock().graphs.note_retirement(&user, None);
+        forget(engine, named);
         return Ok(());
     }
+    let user = named.user(None);
     if streams::capture_of(engine, &user)?.is_some() {
         return Err(Error::Capturing { stream: user.raw });
     }
