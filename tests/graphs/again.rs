@@ -206,6 +206,14 @@ fn a_request_without_views_gets_memory_at_home() {
             let view = used(rig, &allocator, 4 * MIB, &main);
             assert_eq!(held(), before, "it lies in a view");
             let at = view.ptr();
+            let half = MIB as u64;
+            let guard = allocator.guard(at + half, 2 * half).unwrap();
+            let parts = guard.segments().iter();
+            let parts: Vec<_> = parts
+                .map(|part| (part.address, part.bytes, part.offset))
+                .collect();
+            assert_eq!(parts, [(at + half, half, half), (at + 2 * half, half, 0)]);
+            drop(guard);
             drop(view);
             let request = Request::new(4 * MIB).views(false);
             let without = allocator.allocate_with(request, &main).unwrap();

@@ -78,6 +78,41 @@ fn scattered_handles_become_one_block_in_a_view() {
 }
 
 #[test]
+fn the_shortest_run_serves_a_request_and_the_lowest_on_ties() {
+    let mut arena = arena();
+    let sizes = [4, 1, 3, 1, 2, 1, 2, 1];
+    let blocks = sizes.map(|granules| block(&mut arena, granules, false));
+    let _ = [0, 2, 4, 6].map(|at: usize| free(&mut arena, &blocks[at]));
+    for (granules, run) in [(2, 4), (2, 6), (2, 2), (2, 0)] {
+        let place = block(&mut arena, granules, false);
+        assert_eq!(place.addr, blocks[run].addr, "{granules}");
+    }
+}
+
+#[test]
+fn a_view_serves_again_where_free_handles_adjoin_in_it() {
+    const SITE: u64 = 1 << 41;
+    let mut arena = arena();
+    let blocks: Vec<Place> = (0..7).map(|_| block(&mut arena, GRANULES, true)).collect();
+    for place in blocks.iter().step_by(2) {
+        free(&mut arena, place);
+    }
+    for _ in 0..2 {
+        let whole = block(&mut arena, 4 * GRANULES, true);
+        assert_eq!((whole.addr, arena.views.len()), (SITE, 1));
+        free(&mut arena, &whole);
+    }
+    let [first, second] = [(); 2].map(|()| block(&mut arena, GRANULES, true));
+    assert_eq!((&first, &second), (&blocks[0], &blocks[2]));
+    free(&mut arena, &first);
+    // The first handle of the view is free, but the second is not.
+    let back = block(&mut arena, GRANULES + GRANULES / 2, true);
+    assert_eq!(back.addr, SITE + 2 * PHYSICAL_GRANULE);
+    let homes: Vec<u64> = back.parts.iter().map(|part| part.home).collect();
+    assert_eq!(homes, [blocks[4].addr, blocks[6].addr]);
+}
+
+#[test]
 fn a_plan_that_fails_leaves_all_as_it_was() {
     let mut arena = arena();
     let blocks: Vec<Place> = (0..4).map(|_| block(&mut arena, GRANULES, true)).collect();
