@@ -228,4 +228,15 @@ mod tests {
         known.forget_segment(7);
         assert_ne!(known.id_of(7), first);
     }
+    #[test]
+    fn memory_is_absent_if_any_byte_of_it_is() {
+        let known = Suspensions {
+            under_way: vec![(16, 8)],
+            ..Suspensions::default()
+        };
+        let present = |address, bytes| known.is_present(address, bytes);
+        assert!(present(8, 8) && present(24, 8));
+        assert!(!present(9, 8) && !present(16, 1) && !present(23, 8) && !present(8, 100));
+        assert!([15, 16, 23, 24].map(|at| known.covers(at)) == [false, true, true, false]);
+    }
 }

@@ -39,6 +39,16 @@ fn slot_of(rig: &Rig, stream: &Stream) -> Result<(u32, StreamKey), Box<dyn std::
     Ok((slot.ok_or("no slot")?, key))
 }
 
+/// With many streams each call looks at the next of them, and all of them in turn.
+#[test]
+fn many_streams_are_visited_in_turn() -> Outcome {
+    let rig = Rig::new(packed())?;
+    let (mut streams, _) = known::<150>(&rig);
+    let visits = [(); 4].map(|()| streams.next_slots());
+    assert_eq!(visits, [0..64, 64..128, 128..150, 0..64]);
+    rig.end()
+}
+
 /// Knowledge about an old ticket does not apply to a later stream in the same slot.
 #[test]
 fn tickets_of_a_slot_only_rise() -> Outcome {

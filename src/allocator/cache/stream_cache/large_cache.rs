@@ -292,3 +292,37 @@ fn position(numbers: &[u32; PLACES], wanted: u32) -> Option<usize> {
     let within = &numbers[group * GROUP..][..GROUP];
     Some(group * GROUP + within.iter().position(|one| *one == wanted)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(id: u32) -> CachedBlock {
+        CachedBlock {
+            id,
+            granules: 200 + id,
+            counted: 100,
+            requested: 100,
+            ..CachedBlock::default()
+        }
+    }
+
+    #[test]
+    fn a_full_cache_displaces_the_free_block_used_least_recently() {
+        let mut cache = LargeCache::default();
+        let most = PLACES as u32;
+        assert!((0..most).all(|id| cache.add(block(id)).is_none()));
+        assert_eq!(cache.largest_free(), 0);
+        for id in [9, 3, 5] {
+            assert_eq!(cache.put(id, None), Some(true));
+        }
+        assert_eq!(cache.largest_free(), 209 * 512);
+        let mut displaced = |id| cache.add(block(id)).map(|gone| gone.id);
+        assert_eq!(
+            [0, 1, 2].map(|at| displaced(most + at)),
+            [9, 3, 5].map(Some)
+        );
+        // All are live.
+        assert_eq!(displaced(most + 3), Some(0));
+    }
+}
