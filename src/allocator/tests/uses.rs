@@ -357,3 +357,28 @@ fn a_marker_follows_what_its_stream_followed_when_the_batch_was_closed() -> Outc
     assert_eq!(row, Some(vec![0, 3]));
     rig.end()
 }
+
+/// A check names what does not agree.
+#[test]
+fn a_check_reports_a_request_that_does_not_fit_its_block() -> Outcome {
+    let rig = Rig::new(Config::new().policy(Policy::Packed))?;
+    let [stream] = rig.streams()?;
+    let block = rig.allocator.allocate(MIB, &stream)?;
+    let set = |requested| {
+        let mut heap = rig.allocator.engine().lock();
+        let id = heap.extents.lookup.exact(block.ptr());
+        let cold = id.map(|id| heap.extents.records.cold_mut(id));
+        cold.map(|cold| cold.requested = requested)
+            .ok_or("no block")
+    };
+    for requested in [0, MIB as u64 + 1] {
+        set(requested)?;
+        assert!(matches!(
+            rig.allocator.check(),
+            Err(Error::Inconsistent { what, .. }) if what == "a request fits its block"
+        ));
+    }
+    set(MIB as u64)?;
+    drop(block);
+    rig.end()
+}
