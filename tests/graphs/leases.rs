@@ -70,6 +70,26 @@ fn a_close_is_refused_until_the_end_of_a_graph_is_reported() {
     });
 }
 
+/// Live blocks of graph pools count at a close like others.
+#[test]
+fn a_close_is_refused_while_blocks_of_pools_are_live() {
+    packed(|rig| {
+        let (allocator, stream) = (rig.checked(), rig.stream());
+        let pools = [(); 2].map(|()| allocator.graph_pool().unwrap());
+        let mut blocks = vec![allocator.allocate(4 * MIB, &stream).unwrap()];
+        for (pool, bytes) in pools.iter().zip([2 * MIB, 6 * MIB]) {
+            let _scope = pool.enter(Scope::Thread).unwrap();
+            blocks.push(allocator.allocate(bytes, &stream).unwrap());
+        }
+        let bytes = 12 * MIB as u64;
+        assert_matches!(
+            allocator.close(),
+            Err(Error::InUse { what: "block", count: 3, bytes: found }) if found == bytes
+        );
+        drop(blocks);
+    });
+}
+
 /// A close that finds graphs looks again if one of them ended meanwhile: here at least one does in each look.
 #[test]
 fn a_close_looks_again_while_graphs_end() {

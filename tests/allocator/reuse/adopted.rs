@@ -133,6 +133,24 @@ fn r34_memory_of_an_adopted_stream_waits_for_its_work() {
     });
 }
 
+/// A close waits for what was freed on an adopted stream, not for the whole context.
+#[test]
+fn a_close_waits_for_adopted_streams_alone() {
+    each_simulated(|rig, sim| {
+        let allocator = rig.allocator();
+        let stream = RawStream::new(rig);
+        allocator.raw_adopt(stream.raw()).unwrap();
+        sim.set_mode(Mode::Manual);
+        let ptr = allocator.raw_allocate(2 * MIB, stream.raw()).unwrap();
+        rig.stamp(ptr, 2 * MIB, 1, &stream.borrowed());
+        allocator.raw_free(ptr).unwrap();
+        let waits = rig.calls("cuCtxSynchronize");
+        rig.close(&allocator);
+        assert_eq!(rig.calls("cuCtxSynchronize"), waits);
+        sim.set_mode(Mode::Instant);
+    });
+}
+
 /// Streams that can be adopted: those of the allocator's own context that are the same on each thread.
 #[test]
 fn streams_that_cannot_be_adopted_are_refused() {
