@@ -229,8 +229,13 @@ fn s3_10_only_an_exportable_pool_has_a_descriptor() {
         let shared = DriverPoolConfig::new().exportable(true);
         let shared = DriverPool::new(&rig.context, shared).unwrap();
         let descriptor = shared.export().unwrap();
-        let block = DeviceBuffer::<u8>::uninit(&shared, 1000, &rig.stream()).unwrap();
-        shared.export_block(block.as_device_ptr()).unwrap();
+        let stream = rig.stream();
+        let blocks = [(); 2].map(|()| DeviceBuffer::<u8>::uninit(&shared, 1000, &stream).unwrap());
+        let [one, other] = blocks.each_ref().map(|block| {
+            let data = shared.export_block(block.as_device_ptr());
+            data.unwrap().reserved
+        });
+        assert_ne!(one, other, "the data names the block");
         if rig.maybe_sim().is_some() {
             // The simulator's descriptors are numbers, not files.
             std::mem::forget(descriptor);

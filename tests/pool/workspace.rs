@@ -97,6 +97,20 @@ fn s4_4_s4_5_threads_share_a_pool_and_repeats_are_hits() {
     });
 }
 
+#[test]
+fn slabs_of_many_sizes_serve_again() {
+    each(|rig| {
+        let (pool, stream) = (pool_of(rig, WorkspacePool::exact, 4), rig.stream());
+        for misses in [100, 100] {
+            for size in 1..=100 {
+                drop(pool.lease(&stream, size * KIB).unwrap());
+            }
+            let stats = usage(&pool);
+            assert_eq!((stats.misses, stats.cached_blocks), (misses, 100));
+        }
+    });
+}
+
 fn rig_stream(pool: &WorkspacePool) -> Stream {
     Stream::new(pool.allocator().context()).unwrap()
 }
