@@ -5,6 +5,9 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
+use cualloc::driver::Stream;
+use cualloc::sim::Mode;
+
 use super::*;
 use crate::pool_tests::{
     Asked, allocator, enter, pool_of, scope, shared_is_simulated, torch_begin, torch_footprint,
@@ -144,6 +147,39 @@ fn checkpoints_restore_the_live_blocks_of_a_pool() {
     for pool in [pool, other] {
         assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
     }
+    assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+}
+
+/// Memory that work in flight may still use is visited as pending, and as free afterwards.
+#[test]
+fn freed_memory_is_pending_until_its_work_is_complete() {
+    let (_one, simulator, driver) = world();
+    let allocator = allocator();
+    let context = driver.context(0).unwrap();
+    let [home, user] = [(); 2].map(|()| Stream::new(&context).unwrap());
+    let mut at = 0;
+    simulator.set_mode(Mode::Manual);
+    // SAFETY: the streams are alive, and the pointer is to a local.
+    unsafe {
+        let code = cualloc_alloc(allocator, 4 << 20, home.raw().cast(), &mut at);
+        assert_eq!(code, CUALLOC_OK);
+        simulator.busy(user.raw(), 1000).unwrap();
+        let code = cualloc_record_stream(allocator, at, user.raw().cast());
+        assert_eq!(code, CUALLOC_OK);
+        assert_eq!(cualloc_free(allocator, at), CUALLOC_OK);
+    }
+    let state = || {
+        let visited = Visited::of(allocator, None);
+        let mut blocks = visited.blocks.iter();
+        let block = blocks.find(|block| block.address <= at && at < block.address + block.bytes);
+        block.map(|block| block.state)
+    };
+    assert_eq!(state(), Some(CUALLOC_BLOCK_PENDING));
+    simulator.complete_all();
+    simulator.set_mode(Mode::Instant);
+    // SAFETY: null pointers are ignored.
+    let trimmed = unsafe { cualloc_trim(allocator, u64::MAX, null_mut(), null_mut()) };
+    assert_eq!((trimmed, state()), (CUALLOC_OK, Some(CUALLOC_BLOCK_FREE)));
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
 }
 

@@ -138,3 +138,36 @@ fn code_of(error: &Error) -> i32 {
         _ => CUALLOC_DRIVER,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+
+    #[test]
+    fn each_failure_of_sharing_has_its_code() {
+        let system = || io::Error::from(io::ErrorKind::PermissionDenied);
+        let unreachable = ShareError::Unreachable {
+            pid: 1,
+            socket: system(),
+            descriptor: system(),
+        };
+        let refused = ShareError::System {
+            what: "bind a socket",
+            cause: system(),
+        };
+        for (error, code) in [
+            (unreachable, CUALLOC_IO),
+            (refused, CUALLOC_IO),
+            (ShareError::Ended { pid: 1 }, CUALLOC_CLOSED),
+            (ShareError::Freed, CUALLOC_NOT_LIVE),
+            (ShareError::NoSuchDevice, CUALLOC_UNSUPPORTED),
+            (
+                ShareError::ForeignBytes { bytes: 1 },
+                CUALLOC_INVALID_ARGUMENT,
+            ),
+        ] {
+            assert_eq!(code_of(&Error::Share(error)), code);
+        }
+    }
+}
