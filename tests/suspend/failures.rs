@@ -146,6 +146,30 @@ fn an_end_that_fails_can_be_tried_again() {
     });
 }
 
+/// A handle that a failed resume can neither keep nor unmap serves the next one.
+#[test]
+fn a_resume_after_one_that_could_not_be_undone_takes_no_memory_twice() {
+    packed(|rig| {
+        let Some(sim) = rig.sim() else { return };
+        let (world, _pool, _block) = world(rig);
+        // Free memory does not come back.
+        suspend(&world.allocator, Contents::Pinned);
+        resume(&world.allocator);
+        let held = sim.memory_in_use(0);
+        for unmaps in 1..4 {
+            suspend(&world.allocator, Contents::Pinned);
+            sim.fail(FailPlan::call("cuMemSetAccess", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap());
+            let unmap = FailPlan::call("cuMemUnmap", CUresult::CUDA_ERROR_NOT_PERMITTED).unwrap();
+            sim.fail(unmap.times(unmaps));
+            assert!(world.allocator.resume(Select::Allocator).is_err());
+            assert_eq!(sim.clear_failures(), 0);
+            resume(&world.allocator);
+            assert_eq!(sim.memory_in_use(0), held);
+            world.assert_intact(rig);
+        }
+    });
+}
+
 /// A copy back whose end was not observed may still be running: the next attempt waits for it before it writes there.
 #[test]
 fn a_copy_with_unknown_end_is_waited_for() {
