@@ -87,6 +87,25 @@ fn the_last_growth_has_its_reason() {
     });
 }
 
+/// The place that lacks the fewest bytes is grown, not the lowest one.
+#[test]
+fn growth_adds_as_little_as_any_place_lacks() {
+    only(Policy::Packed, |rig| {
+        let (allocator, [stream]) = rig.scene_with(small_handles());
+        let blocks = [2, 4, 2, 2].map(|mib| allocator.allocate(mib * MIB, &stream).unwrap());
+        let [_low, gap, _wall, last] = blocks;
+        drop(gap);
+        assert_eq!(allocator.empty_cache().unwrap().released, 4 << 20);
+        // The hole in the middle lacks 4 MiB, the end 2 MiB.
+        let at = last.ptr();
+        drop(last);
+        let block = allocator.allocate(4 * MIB, &stream).unwrap();
+        let growth = allocator.stats().packing.last_growth.unwrap();
+        assert_eq!((block.ptr(), growth.added), (at, 2 << 20));
+        assert_eq!(growth.reason, GrowthReason::Short);
+    });
+}
+
 #[test]
 fn bytes_in_views_are_counted_while_they_are_used() {
     only(Policy::Packed, |rig| {

@@ -49,6 +49,24 @@ fn r24_destroyed_streams_leave_their_memory() {
     });
 }
 
+/// Streams that the program has dropped are retired when others come.
+#[test]
+fn r24_dropped_streams_are_forgotten() {
+    each(|rig| {
+        let (allocator, [_a]) = rig.scene();
+        let held = rig.maybe_sim().map(|sim| sim.leaks().streams);
+        for bytes in [KIB, 12 * MIB] {
+            for _ in 0..50 {
+                drop(allocator.allocate(bytes, &rig.stream()).unwrap());
+            }
+        }
+        let known = allocator.stats().streams;
+        assert!(known <= 8, "{known} streams are known");
+        let kept = rig.maybe_sim().map(|sim| sim.leaks().streams);
+        assert!(kept.zip(held).is_none_or(|(kept, held)| kept <= held + 8));
+    });
+}
+
 /// R24: the last marker of a stream covers no work that the stream gets after it.
 #[test]
 fn r24_a_retired_stream_that_is_used_again_is_a_new_one() {
