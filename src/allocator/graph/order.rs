@@ -413,6 +413,26 @@ mod tests {
     }
 
     #[test]
+    fn a_lone_stream_that_went_on_elsewhere_is_not_behind_its_former_work() {
+        let (mut graph, mut order) = (Graph::default(), Order::default());
+        let main = order.add_stream();
+        graph.node(0, &[]);
+        graph.advance(&mut order, main, &[full(0)]);
+        let mut seen = vec![order.last_nodes(main)];
+        for node in 1..4 {
+            graph.node(node, &[full(node - 1)]);
+            graph.advance(&mut order, main, &[full(node)]);
+            seen.push(order.last_nodes(main));
+        }
+        // It was set back, and captured a node, between two calls.
+        graph.node(9, &[full(1)]);
+        graph.advance(&mut order, main, &[full(9)]);
+        let behind = seen.iter().map(|seen| order.is_behind(seen, main));
+        let expected = [true, true, false, false];
+        assert_eq!(behind.collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
     fn each_node_is_queried_once() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let streams = [(); 3].map(|()| order.add_stream());
