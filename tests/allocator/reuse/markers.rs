@@ -59,7 +59,8 @@ fn r32_r74_steady_state_creates_no_events_and_holds_no_more() {
         );
         if rig.maybe_sim().is_some() {
             let recorded = late.markers - early.markers;
-            assert!(recorded > 100, "{recorded} markers are recorded");
+            // Each use of a large block takes one; those of small blocks share theirs in batches.
+            assert!((100..4100).contains(&recorded), "{recorded} markers");
         }
         assert_eq!(rig.calls("cuEventCreate"), events);
     });
