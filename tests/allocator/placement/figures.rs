@@ -70,11 +70,11 @@ fn the_last_growth_has_its_reason() {
         let _kept = scatter(&allocator, &a, 3);
         let short = last();
         assert_eq!((short.reason, short.added), (GrowthReason::Short, 2 << 20));
-        // Three pieces of 2 MiB are free, none of 3; a request this small is grown for.
-        let _block = allocator.allocate(3 * MIB, &a).unwrap();
+        // Three pieces of 2 MiB are free, none of 6; a request this small is grown for.
+        let _block = allocator.allocate(6 * MIB, &a).unwrap();
         let unlocked = last();
         assert_eq!(unlocked.reason, GrowthReason::Fragmented);
-        assert_eq!((unlocked.requested, unlocked.added), (3 << 20, 4 << 20));
+        assert_eq!((unlocked.requested, unlocked.added), (6 << 20, 6 << 20));
         drop(allocator.allocate(MIB / 2, &b).unwrap());
         let hold = rig.hold(&a);
         let large = allocator.allocate(16 * MIB, &a).unwrap();
