@@ -1422,6 +1422,20 @@ int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
 int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
 
 /**
+ * From now on, requests outside of captures also get free memory that graphs of the pool write. Without this they do not,
+ * so a pool whose graphs follow each warm-up of new work holds the memory of all warm-ups.
+ *
+ * Errors: CUALLOC_INVALID_ARGUMENT for a null pool; CUALLOC_CLOSED for a pool that was released; CUALLOC_CONTEXT_LOST.
+ *
+ * May be called from any thread.
+ *
+ * The caller guarantees:
+ * No graph of the pool is launched while the contents of a block are needed that is allocated from the pool outside of
+ * captures after this call.
+ */
+int32_t cualloc_pool_reuse_graph_memory(struct cualloc_pool_t *pool);
+
+/**
  * Releases free memory of a pool to the driver, as far as whole handles are free, after waiting for the work that uses
  * them. A pool that a graph or a capture in progress may use keeps its memory. Writes the released bytes to *released,
  * unless it is null.

@@ -349,11 +349,18 @@ fn pools_of_pytorch_have_tags_and_return_their_free_memory() {
         // SAFETY: as above.
         unsafe { cualloc_torch_delete(block) };
     }
+    // SAFETY: there is no graph.
+    let reuse = |pool| unsafe { cualloc_pool_reuse_graph_memory(pool) };
+    assert_eq!(reuse(pool), CUALLOC_OK);
     assert_eq!(cualloc_pool_leave(pool, number), CUALLOC_OK);
     assert_eq!(empty(pool), (CUALLOC_OK, 4 << 20));
     assert_eq!(cualloc_torch_pool_release(0, id), CUALLOC_OK);
     assert_eq!(empty(pool), (CUALLOC_CLOSED, 0));
     assert_eq!(empty(null_mut()), (CUALLOC_INVALID_ARGUMENT, 0));
+    assert_eq!(
+        [pool, null_mut()].map(reuse),
+        [CUALLOC_CLOSED, CUALLOC_INVALID_ARGUMENT]
+    );
     assert!(cualloc_torch_pool(0, none).is_null());
 }
 

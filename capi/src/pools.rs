@@ -260,6 +260,22 @@ pub extern "C" fn cualloc_pool_release(pool: *mut cualloc_pool_t) -> i32 {
     call(|| pool_table::release(pool))
 }
 
+/// From now on, requests outside of captures also get free memory that graphs of the pool write. Without this they do not,
+/// so a pool whose graphs follow each warm-up of new work holds the memory of all warm-ups.
+///
+/// Errors: CUALLOC_INVALID_ARGUMENT for a null pool; CUALLOC_CLOSED for a pool that was released; CUALLOC_CONTEXT_LOST.
+///
+/// May be called from any thread.
+///
+/// # Safety
+/// No graph of the pool is launched while the contents of a block are needed that is allocated from the pool outside of
+/// captures after this call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cualloc_pool_reuse_graph_memory(pool: *mut cualloc_pool_t) -> i32 {
+    // SAFETY: the caller's contract.
+    call(|| pool_table::with(pool, |pool, _| unsafe { pool.reuse_graph_memory() }))
+}
+
 /// Releases free memory of a pool to the driver, as far as whole handles are free, after waiting for the work that uses
 /// them. A pool that a graph or a capture in progress may use keeps its memory. Writes the released bytes to *released,
 /// unless it is null.

@@ -500,7 +500,10 @@ struct __attribute__((visibility("default"))) Allocator final : Base {
         return std::unordered_set<void *>(live.begin(), live.end()) == expected;
     }
 
+    // Only graph trees use checkpoints. They warm up the next function between graphs, and launch no graph whose memory a
+    // live tensor has.
     std::shared_ptr<AllocatorState> getCheckpointState(c10::DeviceIndex device, MempoolId_t id) override {
+        check(cualloc_pool_reuse_graph_memory(pool_of(device, id)));
         return checkpoint_of(device, id);
     }
 

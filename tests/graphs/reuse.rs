@@ -228,6 +228,36 @@ fn a_pool_can_be_restored_to_any_checkpoint_in_any_order() {
     });
 }
 
+/// New work runs once outside of captures before it is captured, which needs no memory beside that of earlier graphs.
+#[test]
+fn a_warm_up_gets_the_memory_of_graphs_where_the_program_permits_it() {
+    for permitted in [false, true] {
+        pooled(|rig, allocator, pool, [stream]| {
+            if permitted {
+                // SAFETY: no block is live during a launch.
+                unsafe { pool.reuse_graph_memory() }.unwrap();
+            }
+            let work = |size: usize| {
+                let input = used(rig, &allocator, size, &stream);
+                let output = used(rig, &allocator, size / 2, &stream);
+                drop(input);
+                drop(output);
+            };
+            let mut graphs = Vec::new();
+            for size in [16 * MIB, 24 * MIB, 20 * MIB, 32 * MIB] {
+                let scope = pool.enter(Scope::Thread).unwrap();
+                work(size);
+                drop(scope);
+                rig.settle(&stream);
+                graphs.push(capture(&pool, &stream, || work(size)));
+                graphs.iter().for_each(|graph| run(graph, &stream));
+            }
+            let held = footprint(&allocator, &pool).physical as usize;
+            assert_eq!(held < 64 * MIB, permitted, "{held}");
+        });
+    }
+}
+
 /// A snapshot lists free memory between two live blocks as one block, whichever graphs used its parts.
 #[test]
 fn a_snapshot_after_a_restore_equals_the_one_at_the_checkpoint() {

@@ -246,6 +246,19 @@ impl GraphPool {
         })
     }
 
+    /// From now on, requests outside of captures also get free memory that graphs of the pool write. Without this they
+    /// do not, so a pool whose graphs follow each warm-up of new work holds the memory of all warm-ups.
+    ///
+    /// # Errors
+    /// As [`footprint`](Self::footprint).
+    ///
+    /// # Safety
+    /// No graph of the pool is launched while the contents of a block are needed that is allocated from the pool outside
+    /// of captures after this call.
+    pub unsafe fn reuse_graph_memory(&self) -> Result<(), Error> {
+        pools::reuse_graph_memory(self.allocator.engine(), self.id)
+    }
+
     /// Releases free memory of the pool to the driver, as far as whole handles are free, after waiting for the work that
     /// uses them. Returns the bytes. A pool with a lease of a graph, or that a capture in progress uses, keeps its memory.
     ///

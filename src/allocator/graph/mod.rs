@@ -86,6 +86,8 @@ pub(crate) struct Pool {
     pub away: bool,
     /// Whether a graph may use it whose end the driver does not report.
     pub unreported: bool,
+    /// Whether requests outside captures get memory that its graphs write.
+    pub reuses_graph_memory: bool,
     /// Number of calls that work on it without the lock.
     pub calls: u32,
     /// Bytes that these calls will add.
@@ -146,9 +148,15 @@ impl Pool {
         self.leases.count() > 0
     }
 
-    /// Whether a launch may write memory that a request outside captures would get.
-    fn is_leased_for(&self, requester: Requester) -> bool {
-        matches!(requester, Requester::Eager { .. }) && self.is_leased()
+    /// Returns which memory a request outside captures must not get because of launches.
+    fn written_by_graphs(&self, requester: Requester) -> WrittenByGraphs {
+        match requester {
+            Requester::Eager { .. } if !self.reuses_graph_memory => match self.is_leased() {
+                true => WrittenByGraphs::Captured,
+                false => WrittenByGraphs::Touched,
+            },
+            _ => WrittenByGraphs::Nothing,
+        }
     }
 }
 
@@ -234,7 +242,7 @@ impl Graphs {
     /// Takes a request from the available memory of a pool.
     pub(crate) fn take(&mut self, pool: u64, requester: Requester, fit: Fit) -> Option<Place> {
         let pool = self.pools.get_mut(&pool)?;
-        let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
+        let usable = usable(&self.captures, requester, pool.written_by_graphs(requester));
         let arena = &mut pool.arena;
         if arena.recent_fits(fit, &usable) {
             return arena.take_recent();
@@ -254,7 +262,7 @@ impl Graphs {
         let Some(pool) = self.pools.get(&pool) else {
             return (0, 0);
         };
-        let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
+        let usable = usable(&self.captures, requester, pool.written_by_graphs(requester));
         let (mut ready, mut waiting) = (0, 0);
         for (part, tag) in pool.arena.tags() {
             let bytes = u64::from(part.granules) * GRANULE;
@@ -282,7 +290,7 @@ impl Graphs {
         let Some(pool) = self.pools.get_mut(&pool) else {
             return Err(PlanFailure::Memory(fit.bytes()));
         };
-        let usable = usable(&self.captures, requester, pool.is_leased_for(requester));
+        let usable = usable(&self.captures, requester, pool.written_by_graphs(requester));
         pool.arena.merge_recent();
         let runs = pool.arena.runs(usable);
         let plan = pool.arena.plan(fit, &runs, means)?;
@@ -530,11 +538,21 @@ impl Graphs {
     }
 }
 
-/// Returns the test whether a requester may use free memory; `leased` is whether a graph may write memory of captures.
+/// Free memory that launches may write.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum WrittenByGraphs {
+    Nothing,
+    /// What a graph with a lease was recorded to use.
+    Touched,
+    /// That, and what captures used.
+    Captured,
+}
+
+/// Returns the test whether a requester may use free memory.
 fn usable(
     captures: &HashMap<u64, Capture, Mixed>,
     requester: Requester,
-    leased: bool,
+    written: WrittenByGraphs,
 ) -> impl Fn(&Tag) -> bool {
     let order = match requester {
         Requester::Captured {
@@ -548,9 +566,8 @@ fn usable(
     };
     move |tag| match requester {
         Requester::Eager { stream } => {
-            // A launch of a captured graph may write to memory that a capture used.
-            !(tag.captured && leased)
-                && tag.touched.iter().all(Lease::is_over)
+            !(tag.captured && written == WrittenByGraphs::Captured)
+                && (written == WrittenByGraphs::Nothing || tag.touched.iter().all(Lease::is_over))
                 && tag.marks.is_empty()
                 && tag.pending.iter().all(|used| used.stream == stream)
         }

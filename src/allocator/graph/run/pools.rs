@@ -45,6 +45,16 @@ pub(crate) fn checkpoint(engine: &Engine, pool: u64) -> Result<Layout, Error> {
     Ok(heap.graphs.checkpoint(pool))
 }
 
+/// Lets requests outside captures have memory that graphs of a pool write.
+pub(crate) fn reuse_graph_memory(engine: &Engine, pool: u64) -> Result<(), Error> {
+    let mut heap = engine.open()?;
+    refuse_released(&heap.graphs, pool)?;
+    if let Some(pool) = heap.graphs.pools.get_mut(&pool) {
+        pool.reuses_graph_memory = true;
+    }
+    Ok(())
+}
+
 /// Makes exactly the blocks of a checkpoint live. Memory of blocks that cease stays pending on the work that uses it.
 pub(crate) fn restore(engine: &Engine, pool: u64, to: &Layout) -> Result<Restoration, Error> {
     refuse_released(&engine.open()?.graphs, pool)?;
