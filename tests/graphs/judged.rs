@@ -56,6 +56,13 @@ impl Judge {
         block
     }
 
+    /// Requests outside of captures may get what graphs of the pool write.
+    pub fn reuses_graph_memory(&self) {
+        if let Some(checker) = &self.0 {
+            checker.tracker().reusing.extend(OURS);
+        }
+    }
+
     /// Another stream uses a block.
     pub fn recorded(&self, block: &Block, stream: &Stream) {
         if let Some(checker) = &self.0 {

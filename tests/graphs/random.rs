@@ -68,6 +68,8 @@ struct Program<'a> {
     execs: Vec<GraphExec>,
     /// Executables are launched. Else the simulator runs nothing of a graph, and sees nothing wrong with it.
     launches: bool,
+    /// Requests outside of captures get the memory of graphs; no such block is live during a launch.
+    reuses: bool,
     operations: usize,
     seen: Seen,
 }
@@ -352,6 +354,9 @@ impl<'a> Program<'a> {
         if !self.launches {
             return drop(self.execs.swap_remove(exec));
         }
+        while self.reuses && !self.outside.is_empty() {
+            self.look_outside();
+        }
         for other in 0..4 {
             if other != stream {
                 self.streams[stream].wait_for(&self.streams[other]).unwrap();
@@ -408,6 +413,12 @@ fn program(seed: u64, launches: bool) -> Seen {
         let fill = module.function(c"cualloc_fill").unwrap();
         let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
+        let reuses = launches && seed % 3 == 0;
+        if reuses {
+            // SAFETY: before a launch the program reads and frees the blocks that it allocated outside of captures.
+            unsafe { pool.reuse_graph_memory() }.unwrap();
+            judge.reuses_graph_memory();
+        }
         let raw = RawStream::new(rig);
         let [one, two, three] = rig.streams();
         let mut program = Program {
@@ -423,6 +434,7 @@ fn program(seed: u64, launches: bool) -> Seen {
             points: Vec::new(),
             execs: Vec::new(),
             launches,
+            reuses,
             operations: 0,
             seen: Seen::default(),
         };

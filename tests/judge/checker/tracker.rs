@@ -126,6 +126,8 @@ pub struct Tracker {
     objects: HashMap<u64, Object>,
     /// What graphs may touch, by the captures that made them.
     claims: BTreeMap<u64, Claim>,
+    /// Graph pools whose blocks outside of captures may have memory of their graphs.
+    pub reusing: HashSet<u64>,
     /// Graph pools whose memory is away; none stands for what is in no pool.
     asleep: HashSet<Option<u64>>,
     /// Where their memory was: start, end, and whose.

@@ -22,7 +22,7 @@ impl Tracker {
         for &part in &parts {
             match (captured, pool) {
                 (Some(_), Some(pool)) => self.judge_captured(pool, start, part, stream),
-                _ => self.judge_outside(start, part, stream),
+                _ => self.judge_outside(pool, start, part, stream),
             }
         }
         let block = Block {
@@ -139,9 +139,17 @@ impl Tracker {
         }
     }
 
-    /// The next thing on the block's stream comes after all uses of its bytes, and no launch uses them.
-    fn judge_outside(&mut self, start: u64, (from, to): (u64, u64), stream: usize) {
-        if let Some((graph, at)) = self.claimed(from, to, None) {
+    /// The next thing on the block's stream comes after all uses of its bytes, and no launch uses them, except for those
+    /// of a pool whose program permits it.
+    fn judge_outside(
+        &mut self,
+        pool: Option<u64>,
+        start: u64,
+        (from, to): (u64, u64),
+        stream: usize,
+    ) {
+        let own = pool.filter(|pool| self.reusing.contains(pool));
+        if let Some((graph, at)) = self.claimed(from, to, own) {
             self.found(format!(
                 "block {start:#x} for stream {stream} has memory that graph {graph:#x} may touch at {at:#x}"
             ));
