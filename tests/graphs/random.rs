@@ -413,7 +413,7 @@ fn program(seed: u64, launches: bool) -> Seen {
         let fill = module.function(c"cualloc_fill").unwrap();
         let allocator = rig.checked();
         let pool = allocator.graph_pool().unwrap();
-        let reuses = launches && seed % 3 == 0;
+        let reuses = launches && seed.is_multiple_of(3);
         if reuses {
             // SAFETY: before a launch the program reads and frees the blocks that it allocated outside of captures.
             unsafe { pool.reuse_graph_memory() }.unwrap();
