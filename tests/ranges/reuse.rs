@@ -159,6 +159,24 @@ fn other_ranges_use_decommitted_memory() {
     });
 }
 
+/// Handles of another size are released, where a wait is not possible, too.
+#[test]
+fn a_commit_in_a_capture_makes_room_of_decommitted_memory() {
+    packed(|rig| {
+        let (allocator, [stream, other]) = rig.scene_limit(12 * MIB);
+        let reserve = |options| allocator.reserve_range(64 * GRANULE, options).unwrap();
+        let (small, wide) = (reserve(options()), reserve(options().granule(2 * GRANULE)));
+        small.commit(granules(0, 6), &stream).unwrap();
+        small.decommit(granules(0, 6), &stream).unwrap();
+        rig.settle(&stream);
+        let under_way = Capturing::begin(&other, MODE);
+        wide.commit(granules(0, 4), &other).unwrap();
+        drop(under_way.end().unwrap());
+        assert_eq!((states(&small), states(&wide)), ((0, 2), (4, 0)));
+        allocator.check().unwrap();
+    });
+}
+
 #[test]
 fn a_commit_at_the_limit_waits_for_work() {
     packed(|rig| {
