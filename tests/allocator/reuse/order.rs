@@ -88,6 +88,34 @@ fn r6_waits_for_one_block_not_for_all() {
     });
 }
 
+/// R6: of two blocks that satisfy a request the one whose work was submitted first is waited for, wherever it lies.
+#[test]
+fn r6_waits_for_the_oldest_work() {
+    only_simulated(Policy::Packed, |rig, sim| {
+        const BLOCK: usize = 12 * MIB;
+        for order in [[0, 1], [1, 0]] {
+            let (allocator, [low, high, own]) = rig.scene_limit(3 * BLOCK);
+            sim.set_mode(Mode::Manual);
+            let [first, _wall, last] =
+                [&low, &own, &high].map(|user| allocator.allocate(BLOCK, user).unwrap());
+            let mut blocks = [(Some(first), &low), (Some(last), &high)];
+            let places = blocks
+                .each_ref()
+                .map(|(block, _)| block.as_ref().map(Block::ptr));
+            for at in order {
+                let (block, user) = &mut blocks[at];
+                rig.stamp(places[at].unwrap(), BLOCK, 1, user);
+                *block = None;
+                allocator.raw_mark(user.raw()).unwrap();
+            }
+            let next = allocator.allocate(BLOCK, &own).unwrap();
+            assert_eq!(Some(next.ptr()), places[order[0]]);
+            sim.complete_all();
+            sim.set_mode(Mode::Instant);
+        }
+    });
+}
+
 /// R21: memory that a request merged out of pending pieces keeps every piece's uses.
 #[test]
 fn r21_merged_memory_keeps_the_uses_of_its_parts() {
