@@ -337,21 +337,28 @@ pub unsafe extern "C" fn cualloc_stream_wait(
 ) -> i32 {
     call_with(allocator, |allocator| {
         let context = allocator.context();
+        let entered = context.enter()?;
+        // Before anything else, which a driver may refuse for a captured stream.
+        let captured = [stream, other].map(|raw| {
+            // SAFETY: the caller's contract; for a special stream its context is current.
+            let is = unsafe { entered.driver().is_capturing(raw.cast()) };
+            is.map(|is| is.then_some(raw))
+        });
+        match captured {
+            [Ok(Some(raw)), Ok(None)] | [Ok(None), Ok(Some(raw))] => {
+                let stream = raw as usize;
+                return Err(Error::Capturing { stream });
+            }
+            [Err(error), _] | [_, Err(error)] => return Err(error.into()),
+            _ => {}
+        }
         // SAFETY: the caller's contract.
         let later = unsafe { Stream::from_raw(context, stream.cast()) }?;
         // SAFETY: as above.
         let earlier = unsafe { Stream::from_raw(context, other.cast()) }?;
-        if earlier.id()? == later.id()? {
-            return Ok(());
-        }
-        let captured = [(&later, stream), (&earlier, other)]
-            .map(|(stream, raw)| stream.is_capturing().map(|is| is.then_some(raw)));
-        match captured {
-            [Ok(Some(raw)), Ok(None)] | [Ok(None), Ok(Some(raw))] => Err(Error::Capturing {
-                stream: raw as usize,
-            }),
-            [Err(error), _] | [_, Err(error)] => Err(error.into()),
-            _ => Ok(later.wait_for(&earlier)?),
+        match earlier.id()? == later.id()? {
+            true => Ok(()),
+            false => Ok(later.wait_for(&earlier)?),
         }
     })
 }

@@ -59,6 +59,11 @@ fn a_use_in_a_capture_that_a_pool_serves_counts_from_its_end() {
         capturing.begin_capture(MODE).unwrap();
         let code = cualloc_record_stream(allocator, block, raw(&capturing));
         assert_eq!(code, CUALLOC_CAPTURING);
+        // A wait neither joins the capture nor leaves it.
+        for [stream, other] in [[&owner, &capturing], [&capturing, &owner]] {
+            let code = cualloc_stream_wait(allocator, raw(stream), raw(other));
+            assert_eq!(code, CUALLOC_CAPTURING);
+        }
         drop(capturing.end_capture().unwrap());
         assert_eq!(cualloc_free(allocator, block), CUALLOC_OK);
         for stream in [&owner, &capturing] {
