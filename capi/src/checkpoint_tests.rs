@@ -180,6 +180,11 @@ fn freed_memory_is_pending_until_its_work_is_complete() {
     // SAFETY: null pointers are ignored.
     let trimmed = unsafe { cualloc_trim(allocator, u64::MAX, null_mut(), null_mut()) };
     assert_eq!((trimmed, state()), (CUALLOC_OK, Some(CUALLOC_BLOCK_FREE)));
+    let mut released = 0;
+    // SAFETY: the pointer is to a local, the other one is null.
+    let trimmed = unsafe { cualloc_trim_device(allocator, 0, &mut released, null_mut()) };
+    assert_eq!((trimmed, state()), (CUALLOC_OK, None));
+    assert!(released >= 4 << 20);
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
 }
 

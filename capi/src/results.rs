@@ -145,6 +145,18 @@ mod tests {
     use std::io;
 
     #[test]
+    fn inconsistency_and_misuse_have_their_codes() {
+        let inconsistent = Error::Inconsistent {
+            what: "pages known",
+            expected: 1,
+            found: 2,
+        };
+        assert_eq!(code_of(&inconsistent), CUALLOC_PANIC);
+        let unavailable = Error::DriverUnavailable(LoadError::UnsupportedPlatform);
+        assert_eq!(code_of(&unavailable), CUALLOC_NO_DRIVER);
+    }
+
+    #[test]
     fn each_failure_of_sharing_has_its_code() {
         let system = || io::Error::from(io::ErrorKind::PermissionDenied);
         let unreachable = ShareError::Unreachable {
