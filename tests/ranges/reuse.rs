@@ -45,6 +45,30 @@ fn the_same_granule_is_committed_again_without_a_call() {
     });
 }
 
+/// A decommit covers every recorded use, also where the granules of several records overlap or touch.
+#[test]
+fn a_decommit_covers_all_recorded_uses() {
+    packed(|rig| {
+        let (allocator, [stream, one, two]) = rig.scene();
+        let range = allocator.reserve_range(64 * GRANULE, options()).unwrap();
+        range.commit(granules(0, 4), &stream).unwrap();
+        let held = [&one, &two].map(|user| rig.busy(user));
+        stamp(rig, &range, granules(0, 3), 1, &one);
+        stamp(rig, &range, granules(3, 4), 2, &two);
+        for (used, user) in [((0, 2), &one), ((2, 4), &two), ((1, 3), &one)] {
+            range.record(granules(used.0, used.1), user).unwrap();
+            allocator.check().unwrap();
+        }
+        range.decommit(granules(0, 4), &stream).unwrap();
+        allocator.check().unwrap();
+        // The simulator reports a write that is not ordered behind the earlier ones.
+        range.commit(granules(0, 4), &stream).unwrap();
+        stamp(rig, &range, granules(0, 4), 3, &stream);
+        drop(held);
+        rig.settle(&stream);
+    });
+}
+
 #[test]
 fn another_stream_waits_for_the_granule_on_the_device() {
     packed(|rig| {
