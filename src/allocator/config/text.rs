@@ -405,6 +405,24 @@ mod tests {
     }
 
     #[test]
+    fn settings_may_be_made_by_methods_or_text() {
+        let modes = DebugModes::new().guard(true).poison(true).leaks(true);
+        for (text, made) in [
+            ("debug=guard+poison+leaks", Config::new().debug(modes)),
+            ("tune.nvtx=off", Config::new().nvtx(false)),
+            ("tune.nvtx=auto", Config::new().nvtx(true)),
+            (
+                "decay=1s,keep=25%",
+                Config::new().decay(Some(Duration::from_secs(1))).keep(0.25),
+            ),
+        ] {
+            assert_eq!(text.parse(), Ok(made), "{text}");
+        }
+        let none = Config::new().decay(Some(Duration::ZERO)).validate();
+        assert!(matches!(none, Err(ConfigError::InvalidValue { .. })));
+    }
+
+    #[test]
     fn sizes_are_read_as_people_write_them() {
         for (text, bytes) in [
             ("4096", 4096),
