@@ -218,6 +218,7 @@ fn parts_lie_in_their_buffer_and_lengths_agree() {
         // Halves that do not overlap may be copied onto each other.
         let (mut head, tail) = buffer.as_mut_slice().split_at_mut(50).unwrap();
         assert_eq!(tail.as_device_ptr(), head.as_device_ptr() + 200);
+        assert_eq!((head.len(), head.slice_mut(48..).unwrap().len()), (50, 2));
         assert!(!tail.is_empty() && head.slice_mut(50..).unwrap().is_empty());
         head.copy_from(&tail.as_slice(), stream).unwrap();
         head.slice_mut(..2).unwrap().fill(9, stream).unwrap();

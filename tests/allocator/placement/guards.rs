@@ -49,6 +49,7 @@ fn a_block_freed_under_guards_stays_until_the_last_guard_is_dropped() {
             let (ptr, size) = (block.ptr(), block.size());
             let guards = [0, 1].map(|_| allocator.guard(ptr, 512).unwrap());
             let segments = guards[0].segments().to_vec();
+            assert_eq!((guards[0].ptr(), guards[0].bytes()), (ptr, 512));
             drop(block);
             assert_matches!(allocator.raw_free(ptr), Err(Error::NotLive { .. }));
             for _ in 0..2 {
