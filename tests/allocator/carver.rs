@@ -1,7 +1,7 @@
 //! The carving core on its own, over memory from elsewhere.
 
 use crate::common::prelude::*;
-use cualloc::allocator::{Carved, Carver, CarverStats};
+use cualloc::allocator::{BlockInfo, BlockState, Carved, Carver, CarverStats, SegmentInfo};
 use cualloc::error::InvalidArgument;
 
 /// S1.15: the carving core counts what it finds, holds and hands out.
@@ -115,8 +115,55 @@ fn s1_6_s1_7_s1_45_carver_finds_and_refuses() {
     let refused = carver.insert(64 * mib, mib, 1, 2 * MIB);
     assert_matches!(
         refused,
-        Err(Error::Invalid(InvalidArgument::TooSmall { .. }))
+        Err(Error::Invalid(InvalidArgument::TooSmall { usable, needed }))
+            if (usable, needed) == (MIB, 2 * MIB)
     );
+    // Segments may adjoin.
+    for at in [base - 2 * mib, base + 2 * mib] {
+        assert_eq!(carver.insert(at, 2 * mib, 1, 1).unwrap().address, at);
+    }
     assert!(carver.record(7, 1).is_err());
     assert!(carver.find(1, usize::MAX).is_err());
+}
+
+/// S1.15: a snapshot of the carving core describes each block, and for which other streams it waits.
+#[test]
+fn s1_15_blocks_of_the_carving_core_are_described() {
+    let (mut carver, mib) = (Carver::new(), MIB as u64);
+    let large = carver.insert(64 * mib, 20 * mib, 1, 12 * MIB).unwrap();
+    let small = carver.insert(16 * mib, 2 * mib, 1, 1000).unwrap();
+    // Its own stream is no other one.
+    carver.record(small.address, 1).unwrap();
+    carver.record(small.address, 2).unwrap();
+    let first = |carver: &Carver| {
+        let snapshot = carver.snapshot();
+        let of = |segment: &SegmentInfo| (segment.address, segment.small);
+        assert_eq!(of(&snapshot[0]), (16 * mib, true));
+        assert_eq!(of(&snapshot[1]), (64 * mib, false));
+        for segment in &snapshot {
+            let of_segment = |block: &BlockInfo| block.small == segment.small;
+            assert!(segment.blocks.iter().all(of_segment));
+        }
+        let block = snapshot[0].blocks[0].clone();
+        assert_eq!(block.stream, Some(1));
+        (block.state, block.requested, block.pending, block.is_split)
+    };
+    assert_eq!(first(&carver), (BlockState::Live, 1000, vec![2], true));
+    carver.give_back(small.address).unwrap();
+    for other in [1, 3] {
+        carver.complete(other);
+        assert_eq!(first(&carver), (BlockState::Pending, 0, vec![2], true));
+    }
+    carver.complete(2);
+    assert_eq!(first(&carver), (BlockState::Free, 0, vec![], false));
+    let last = carver.snapshot()[1].blocks.clone();
+    assert_eq!(
+        last.iter().map(|b| b.is_split).collect::<Vec<_>>(),
+        [true, true]
+    );
+    carver.give_back(large.address).unwrap();
+    assert_eq!(
+        carver.remove_idle(),
+        [(16 * mib, 2 * mib), (64 * mib, 20 * mib)]
+    );
 }
