@@ -433,6 +433,22 @@ mod tests {
     }
 
     #[test]
+    fn after_an_abandoned_walk_a_stream_is_behind_nothing() {
+        let (mut graph, mut order) = (Graph::default(), Order::default());
+        let [main, _side] = [(); 2].map(|()| order.add_stream());
+        graph.node(1, &[]);
+        graph.advance(&mut order, main, &[full(1)]);
+        let own = order.last_nodes(main);
+        assert!(order.is_behind(&own, main));
+        let asked = order.walk(main, &[full(2)]);
+        order.give_up(&asked.unwrap().0);
+        assert!(!order.is_behind(&own, main));
+        graph.node(2, &[full(1)]);
+        graph.advance(&mut order, main, &[full(2)]);
+        assert!(order.is_behind(&own, main));
+    }
+
+    #[test]
     fn each_node_is_queried_once() {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let streams = [(); 3].map(|()| order.add_stream());
