@@ -107,3 +107,25 @@ fn tensors_from_before_a_capture_of_pytorch_are_recorded_inside() {
     }
     assert_eq!(simulator.take_reports(), []);
 }
+
+/// PyTorch ends a pool by its id: each thread ends what it began itself, if anything.
+#[test]
+fn a_thread_ends_what_it_began_in_a_pool_of_several() {
+    let _one = world();
+    shared_is_simulated();
+    let (asked, id) = (Asked::default(), torch_id(41));
+    let own = torch_begin(id, &asked);
+    let other = std::thread::scope(|threads| {
+        let begin = || torch_begin(id, &asked);
+        threads.spawn(begin).join().unwrap()
+    });
+    // SAFETY: the stream is null.
+    let state = |number| unsafe { cualloc_torch_pool_state(number, null_mut()) };
+    assert_eq!([own, other].map(state), [CUALLOC_TORCH_POOL_OPEN; 2]);
+    assert_eq!(cualloc_torch_pool_end(0, id), CUALLOC_OK);
+    assert_eq!(state(own), CUALLOC_TORCH_POOL_ENDED);
+    assert_eq!(state(other), CUALLOC_TORCH_POOL_OPEN);
+    assert_eq!(cualloc_torch_pool_end(0, id), CUALLOC_OK);
+    assert_eq!(state(other), CUALLOC_TORCH_POOL_ENDED);
+    assert_eq!(cualloc_torch_pool_release(0, id), CUALLOC_OK);
+}
