@@ -119,6 +119,7 @@ fn s1_21_s0_1_zero_elements_need_no_memory_and_no_call() {
         empty.prepare_use(stream, Access::ReadWrite).unwrap();
         empty.finish_use(stream, Access::ReadWrite).unwrap();
         let host = PinnedBuffer::zeroed(&rig.contexts[0], 0).unwrap();
+        assert_eq!(host.generation(), 0, "it has no pool");
         let copy = empty.upload(host, stream).unwrap();
         assert!(copy.is_complete().unwrap());
         let copy = empty.download(copy.wait().unwrap(), stream).unwrap();

@@ -23,7 +23,7 @@ fn s5_45_s5_9_columns_describe_themselves() {
         assert_ne!(owned.ptr(), 0);
         assert_eq!(owned.byte_len(), 1200);
         assert_eq!(owned.stream().id().unwrap(), a.id().unwrap());
-        assert!(!owned.is_external());
+        assert!(!owned.is_external() && !owned.is_read_only());
         assert!(allocator.owns(owned.ptr()));
 
         // The identity is the block's, and of no other block at the same address.
@@ -297,6 +297,8 @@ fn s5_48_tables() {
         let mut table = make(both(), count()).unwrap();
         assert_eq!((table.capacity(), table.cached_rows()), (64, None));
         assert_eq!(table.column("value").unwrap().dtype(), DType::F64);
+        assert!(!table.is_empty() && table.column("none").is_none());
+        assert_eq!(make(both(), count()).unwrap().into_columns().len(), 2);
         // The device counts.
         let ptr = table.row_count_mut().ptr();
         assert_eq!(ptr, table.row_count().ptr());

@@ -418,8 +418,11 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(made), "{text}");
         }
-        let none = Config::new().decay(Some(Duration::ZERO)).validate();
-        assert!(matches!(none, Err(ConfigError::InvalidValue { .. })));
+        for (decay, keep) in [(0, 0.5), (1, 1.5)] {
+            let decay = Some(Duration::from_secs(decay));
+            let refused = Config::new().decay(decay).keep(keep).validate();
+            assert!(matches!(refused, Err(ConfigError::InvalidValue { .. })));
+        }
     }
 
     #[test]
