@@ -350,16 +350,18 @@ pub unsafe extern "C" fn cualloc_stream_wait(
                 return Err(Error::Capturing { stream });
             }
             [Err(error), _] | [_, Err(error)] => return Err(error.into()),
-            _ => {}
+            [Ok(_), Ok(_)] => {}
         }
+        let is_captured = matches!(captured, [Ok(Some(_)), _]);
         // SAFETY: the caller's contract.
         let later = unsafe { Stream::from_raw(context, stream.cast()) }?;
         // SAFETY: as above.
         let earlier = unsafe { Stream::from_raw(context, other.cast()) }?;
-        match earlier.id()? == later.id()? {
-            true => Ok(()),
-            false => Ok(later.wait_for(&earlier)?),
+        // Only streams outside of captures may have two handles here, and ids that can be queried.
+        if stream == other || !is_captured && earlier.id()? == later.id()? {
+            return Ok(());
         }
+        Ok(later.wait_for(&earlier)?)
     })
 }
 

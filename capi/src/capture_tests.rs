@@ -64,6 +64,12 @@ fn a_use_in_a_capture_that_a_pool_serves_counts_from_its_end() {
             let code = cualloc_stream_wait(allocator, raw(stream), raw(other));
             assert_eq!(code, CUALLOC_CAPTURING);
         }
+        // Within a capture it is a dependency.
+        owner.wait_for(&capturing).unwrap();
+        for [stream, other] in [[&owner, &owner], [&owner, &capturing], [&capturing, &owner]] {
+            let code = cualloc_stream_wait(allocator, raw(stream), raw(other));
+            assert_eq!(code, CUALLOC_OK);
+        }
         drop(capturing.end_capture().unwrap());
         assert_eq!(cualloc_free(allocator, block), CUALLOC_OK);
         for stream in [&owner, &capturing] {
