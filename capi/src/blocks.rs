@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 
 use cualloc::allocator::Request;
-use cualloc::driver::Stream;
 use cualloc::driver::sys::CUresult;
+use cualloc::driver::{Event, Stream};
 use cualloc::error::StreamMisuse;
 use cualloc::{Allocator, Error};
 
@@ -352,16 +352,13 @@ pub unsafe extern "C" fn cualloc_stream_wait(
             [Err(error), _] | [_, Err(error)] => return Err(error.into()),
             [Ok(_), Ok(_)] => {}
         }
-        let is_captured = matches!(captured, [Ok(Some(_)), _]);
-        // SAFETY: the caller's contract.
-        let later = unsafe { Stream::from_raw(context, stream.cast()) }?;
-        // SAFETY: as above.
-        let earlier = unsafe { Stream::from_raw(context, other.cast()) }?;
-        // Only streams outside of captures may have two handles here, and ids that can be queried.
-        if stream == other || !is_captured && earlier.id()? == later.id()? {
-            return Ok(());
+        let event = Event::new(context)?;
+        // SAFETY: the caller's contract; for a special stream its context is current.
+        unsafe {
+            entered.record(&event, other.cast())?;
+            entered.stream_wait(stream.cast(), &event)?;
         }
-        Ok(later.wait_for(&earlier)?)
+        Ok(())
     })
 }
 
