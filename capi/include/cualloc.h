@@ -595,8 +595,8 @@ typedef struct cualloc_range_stats_t {
 } cualloc_range_stats_t;
 
 /**
- * A function that frees memory which the program can do without: with the data of its registration, and the number of
- * bytes that a request lacks.
+ * A function that frees memory which the program can do without. It receives the data of its registration and the
+ * number of bytes that a request lacks.
  */
 typedef void (*cualloc_pressure_t)(void *data, uint64_t bytes);
 
@@ -902,8 +902,8 @@ int32_t cualloc_adopt_stream(struct cualloc_t *allocator,
 
 /**
  * Retires a stream, so that it can be destroyed: it gets no more work that uses memory of this allocator. Must be
- * called while the stream is still alive, for every allocator that it was passed to. Blocks live on it stay valid and
- * can be freed later. For a stream that this allocator does not know, returns CUALLOC_OK.
+ * called while the stream is still alive, for every allocator that it was passed to. Live blocks of the stream stay
+ * valid and can be freed later. For a stream that this allocator does not know, returns CUALLOC_OK.
  *
  * Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 if only another thread's default
  * stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed, and the
@@ -1023,7 +1023,7 @@ int32_t cualloc_pool_checkpoint(struct cualloc_pool_t *pool,
  * May be called from any thread. No lock is held while the function runs.
  *
  * The caller guarantees:
- * The function may be called with the data.
+ * It is safe to call `visit` with `data`.
  */
 int32_t cualloc_checkpoint_visit(const struct cualloc_checkpoint_t *checkpoint,
                                  cualloc_checkpoint_block_t visit,
@@ -1913,8 +1913,8 @@ int32_t cualloc_pool_create_over(struct cualloc_t *allocator,
  * May be called from any thread, with any current context.
  *
  * The caller guarantees:
- * Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Contents that are not kept
- * are not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
+ * Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Discarded contents are
+ * written before they are read. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
  * null or writable.
  */
 int32_t cualloc_suspend(struct cualloc_t *allocator,
@@ -2145,8 +2145,8 @@ int32_t cualloc_torch_pool_tag(int32_t device,
                                const char *tag);
 
 /**
- * Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such
- * pool, and in a forked child.
+ * Returns the number of uses of the pool with this id: calls of begin and retain that no release has matched. 0 if
+ * there is no such pool, and in a forked child.
  *
  * May be called from any thread.
  */
@@ -2231,7 +2231,7 @@ struct cualloc_pool_t *cualloc_torch_pool(int32_t device, struct cualloc_torch_p
  * May be called from any thread. No lock is held while the functions run.
  *
  * The caller guarantees:
- * The functions may be called with the data. What they receive is valid during that call.
+ * It is safe to call the functions with `data`. What they receive is valid during that call.
  */
 int32_t cualloc_visit(struct cualloc_t *allocator,
                       cualloc_visit_segment_t segment,

@@ -256,8 +256,8 @@ pub unsafe extern "C" fn cualloc_adopt_stream(
 }
 
 /// Retires a stream, so that it can be destroyed: it gets no more work that uses memory of this allocator. Must be
-/// called while the stream is still alive, for every allocator that it was passed to. Blocks live on it stay valid and
-/// can be freed later. For a stream that this allocator does not know, returns CUALLOC_OK.
+/// called while the stream is still alive, for every allocator that it was passed to. Live blocks of the stream stay
+/// valid and can be freed later. For a stream that this allocator does not know, returns CUALLOC_OK.
 ///
 /// Errors: CUALLOC_CAPTURING; CUALLOC_INVALID_ARGUMENT for a null handle, and for 2 if only another thread's default
 /// stream is known; CUALLOC_CLOSED; CUALLOC_CONTEXT_LOST; CUALLOC_DRIVER. After an error nothing has changed, and the

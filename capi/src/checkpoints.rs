@@ -57,7 +57,7 @@ pub unsafe extern "C" fn cualloc_pool_checkpoint(
 /// May be called from any thread. No lock is held while the function runs.
 ///
 /// # Safety
-/// The function may be called with the data.
+/// It is safe to call `visit` with `data`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_checkpoint_visit(
     checkpoint: *const cualloc_checkpoint_t,

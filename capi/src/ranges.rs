@@ -55,8 +55,8 @@ pub struct cualloc_range_stats_t {
     pub granule: u64,
 }
 
-/// A function that frees memory which the program can do without: with the data of its registration, and the number of
-/// bytes that a request lacks.
+/// A function that frees memory which the program can do without. It receives the data of its registration and the
+/// number of bytes that a request lacks.
 pub type cualloc_pressure_t = Option<unsafe extern "C" fn(data: *mut c_void, bytes: u64)>;
 
 /// Runs a call with a range.

@@ -71,8 +71,8 @@ unsafe fn with_selection<T>(
 /// May be called from any thread, with any current context.
 ///
 /// # Safety
-/// Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Contents that are not kept
-/// are not read before they are written. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
+/// Until cualloc_resume has succeeded no work that uses the memory is submitted to a device. Discarded contents are
+/// written before they are read. `which` is, for CUALLOC_SELECT_TAG, null or a zero-terminated text; `bytes` is
 /// null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_suspend(

@@ -35,7 +35,7 @@ type Name = (i32, cualloc_torch_pool_id_t);
 
 struct Pool {
     handle: u64,
-    /// The number of begins without a release.
+    /// Number of begins and retains that no release has matched.
     begun: u64,
 }
 
@@ -273,8 +273,8 @@ pub unsafe extern "C" fn cualloc_torch_pool_tag(
     })
 }
 
-/// Returns the number of uses of the pool with this id: begins and retains without a release. 0 if there is no such
-/// pool, and in a forked child.
+/// Returns the number of uses of the pool with this id: calls of begin and retain that no release has matched. 0 if
+/// there is no such pool, and in a forked child.
 ///
 /// May be called from any thread.
 #[unsafe(no_mangle)]

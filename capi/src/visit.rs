@@ -101,7 +101,7 @@ impl From<&BlockInfo> for cualloc_block_t {
 /// May be called from any thread. No lock is held while the functions run.
 ///
 /// # Safety
-/// The functions may be called with the data. What they receive is valid during that call.
+/// It is safe to call the functions with `data`. What they receive is valid during that call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_visit(
     allocator: *mut cualloc_t,

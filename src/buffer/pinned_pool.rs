@@ -139,7 +139,7 @@ impl PinnedPool {
 
     /// Frees free blocks until at most `keep` bytes of them are left, the longest idle first; returns the freed bytes.
     pub fn trim(&self, keep: u64) -> u64 {
-        // In a forked child there are none.
+        // In a forked child the reap fails, but there the pool has no blocks.
         let _ = self.0.reap();
         let own_size = self.0.config.buffer_bytes;
         let gone = self.0.change(|state| {
@@ -157,7 +157,7 @@ impl PinnedPool {
     /// bytes, all bytes as reserved, those of returned blocks with work in flight as pending, and the number of free
     /// blocks.
     pub fn usage(&self) -> Usage {
-        // In a forked child there is nothing.
+        // In a forked child the reap fails, but there the pool has no blocks.
         let _ = self.0.reap();
         let own_size = self.0.config.buffer_bytes;
         self.0.change(|state| {

@@ -51,7 +51,7 @@ macro_rules! thin {
         $vis $($word)+ (&$this, $($arg: $type),*)
             -> Result<thin!(@last () $(, ($of))? $(, ($made))?), DriverError>
         {
-            // SAFETY: the driver writes numbers, addresses, handles and structures of these, all of which may be zero.
+            // SAFETY: all bytes zero are a valid value of every type that the driver writes.
             $(let mut $out: $of = unsafe { std::mem::zeroed() };)?
             // SAFETY: outputs are locals. Where the driver requires valid memory, handles or streams, the method is
             // unsafe and its caller is responsible for them; the driver checks the rest.

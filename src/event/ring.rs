@@ -293,7 +293,7 @@ mod tests {
         }
     }
 
-    /// Returns the first words, the number of records lost before, and the number of the next.
+    /// Returns the first word of each record, how many records were lost before them, and the number of the next one.
     fn found(found: Found) -> (Vec<u64>, u64, u64) {
         let records = found.records.iter();
         let times = records.map(|record| {

@@ -108,7 +108,7 @@ impl<R: MemoryResource> Budget<R> {
         &self.inner
     }
 
-    /// Charges bytes that did not fit, after a reap if they are within the limit.
+    /// Retries a charge that did not fit. If the bytes alone are within the limit, it reaps first.
     #[cold]
     fn charge_after_reap(&self, bytes: u64) -> Result<Charge, Error> {
         if self.limit().is_none_or(|limit| bytes <= limit) {

@@ -174,7 +174,7 @@ impl<R: MemoryResource> Relief<R> {
             if room.is_some_and(|room| !hook.runs_in(room)) {
                 continue;
             }
-            // With room in every budget the device is short, by an unknown number of bytes.
+            // If every budget has room, the device lacks memory: how many bytes is not known.
             let missing = bytes.checked_sub(room.unwrap_or(0)).filter(|it| *it > 0);
             hook.run(missing.unwrap_or(bytes));
             match attempt() {

@@ -163,13 +163,13 @@ fn mapping_of(context: &Context, opened: &Opened) -> Result<Arc<Mapping>, Error>
     }
     let made = Arc::new(Mapping::new(context, opened, key.clone())?);
     let mut mappings = MAPPINGS.lock();
-    // Another thread may have been faster; its mapping is dropped without the lock.
-    let faster = known(&mappings);
-    if faster.is_none() {
+    // If another thread has inserted a mapping meanwhile, that one is used, and ours is dropped without the lock.
+    let inserted = known(&mappings);
+    if inserted.is_none() {
         mappings.insert(key, Arc::downgrade(&made));
     }
     drop(mappings);
-    Ok(faster.unwrap_or(made))
+    Ok(inserted.unwrap_or(made))
 }
 
 impl Mapping {

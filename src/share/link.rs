@@ -36,7 +36,7 @@ pub(super) struct Link {
 /// Part of a handle list: handles with their bytes.
 pub(super) type Parts = Vec<(u64, u64)>;
 
-/// A block that is guarded in its process while this lives.
+/// An exported block. The exporter keeps it guarded until this value has been dropped.
 pub(super) struct Opened {
     link: Arc<Link>,
     guard: u64,

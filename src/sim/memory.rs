@@ -262,7 +262,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether a plain address lies below any that were ever given out, so it may have been freed.
+    /// Whether an address lies in the range of plain allocations but in no live one, so it may have been freed.
     fn plain_was_used(&self, address: u64) -> bool {
         (super::state::PLAIN.0..super::state::PLAIN.1).contains(&address)
             && self.mapping_at(address).is_none()

@@ -111,7 +111,7 @@ impl State {
                     handle_types: kinds as u32,
                     ..Props::default()
                 };
-                // It takes memory of the device only where it was created.
+                // An imported handle is charged only to the process that exported it.
                 let alloc = self.create_charged(device as usize, bytes, 0, (value, props))?;
                 if let Some(entry) = &mut self.allocs[alloc as usize] {
                     // The caller counts the import.

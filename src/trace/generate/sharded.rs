@@ -98,7 +98,7 @@ impl Sharded {
                 hidden,
             },
             late: Vec::new(),
-            // A program with a given number of rows is cut off there.
+            // With a given number of rows the generator stops at the last row, so steps are unbounded.
             steps: program.rows.map_or(STEPS, |_| usize::MAX),
             started: false,
         }

@@ -426,7 +426,7 @@ impl Inner {
     #[inline(always)]
     fn live_in(&self, node: Node, life: Life) -> Option<Live> {
         match life {
-            // The page of a block with an owner cannot have been removed.
+            // While the owner of a block exists its page cannot be removed, so the address need not be compared.
             Life::Generation(generation) => self.runs.live_as(node, generation),
             Life::At(ptr) => self.runs.live(node, ptr),
         }

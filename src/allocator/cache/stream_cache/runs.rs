@@ -87,8 +87,9 @@ pub(crate) struct Runs {
     pub(super) pending_granules: u64,
     /// Number of runs in all pages, of any kind.
     pub(super) count: u32,
-    /// Lists of free runs by length minus one, and a bit for each that is not empty.
+    /// Bit `length - 1` is set if the list of free runs of that length is not empty.
     pub(super) filled: Bits,
+    /// Heads of the lists of free runs, at `length - 1`.
     pub(super) free: [u32; GRANULES],
     pub(super) quick: [Quick; LISTS],
     pub(super) vacant: Vec<u32>,
