@@ -4,7 +4,6 @@
 //! them) and `markers`, and in the files of `calls` for allocations and frees. The driver calls of a feature are
 //! functions in the feature's own folder.
 
-pub(crate) mod bench;
 pub(crate) mod contexts;
 pub(crate) mod decay;
 pub(crate) mod device;
@@ -33,10 +32,10 @@ use log::Level;
 use crate::allocator::cache::stream_cache::{KeepAlive, PageTable};
 use crate::allocator::config::{Config, Limit, Policy};
 use crate::allocator::debug::Debug;
-use crate::allocator::engine::bench::ViewTests;
 use crate::allocator::engine::decay::Decay;
 use crate::allocator::engine::hooks::Hooks;
 use crate::allocator::engine::segment_hooks::SegmentHooks;
+use crate::allocator::engine::self_test::work::ViewTests;
 use crate::allocator::heap::Heap;
 use crate::allocator::physical::Bounds;
 use crate::allocator::physical::access::Access;

@@ -4,6 +4,8 @@
 //! memory was mapped at another address before: it reads through one mapping, writes through the other, and then reads
 //! again through the first, in stream order.
 
+pub(super) mod work;
+
 use crate::allocator::engine::contexts;
 use crate::allocator::engine::device;
 use crate::allocator::engine::release;
@@ -14,7 +16,7 @@ use std::sync::atomic::Ordering;
 use crate::driver::{DriverError, Stream, StreamKind, WORD_KERNELS};
 
 use crate::allocator::engine::Engine;
-use crate::allocator::engine::bench::{Bench, Finished, Unfinished, Work};
+use crate::allocator::engine::self_test::work::{Finished, Rounds, Unfinished, Work};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::want::Want;
 use crate::allocator::report::SelfTest;
@@ -227,13 +229,13 @@ fn test_both_mappings(
         Some(Err(error)) if error.is_fatal() => return Ok(Err(error)),
         _ => None,
     };
-    let bench = Bench {
+    let rounds = Rounds {
         entered: &entered,
         stream: stream.raw(),
         sides,
         kernels: kernels.as_ref(),
     };
-    let result = bench.run();
+    let result = rounds.run();
     let mut done = stream.synchronize();
     for _ in 1..WAITS {
         match done {

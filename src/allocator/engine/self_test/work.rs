@@ -93,8 +93,8 @@ pub(crate) struct Finished {
     pub is_over: bool,
 }
 
-/// The kernels, and the addresses that they work on.
-pub(crate) struct Bench<'a> {
+/// The device work of a test: rounds of writes and reads.
+pub(crate) struct Rounds<'a> {
     pub(crate) entered: &'a Entered<'a>,
     pub(crate) stream: sys::CUstream,
     /// Both addresses of the memory.
@@ -107,7 +107,7 @@ fn all_are(found: &[u32], word: u32) -> bool {
     found.iter().fold(0, |wrong, found| wrong | (found ^ word)) == 0
 }
 
-impl Bench<'_> {
+impl Rounds<'_> {
     /// Whether every word that was written through one mapping was read through the other.
     pub(crate) fn run(&self) -> Result<bool, DriverError> {
         let all = (PHYSICAL_GRANULE / 4) as usize;
