@@ -20,6 +20,9 @@ pub const PACKED_SMALL_LIMIT: u64 = 64 << 10;
 /// Packed policy: bytes of one page of the small arena.
 pub const PAGE: u64 = 64 << 10;
 
+/// Granules of a page.
+pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
+
 /// Classic policy: rounded requests up to this many bytes belong to the small pool.
 pub const CLASSIC_SMALL_LIMIT: u64 = 1 << 20;
 

@@ -304,6 +304,18 @@ impl Stats {
     }
 }
 
+impl ReclaimStats {
+    /// Counts a growth, within the soft cap or beyond it.
+    pub(crate) fn count_growth(&mut self, within_cap: bool) {
+        let counter = if within_cap {
+            &mut self.grown
+        } else {
+            &mut self.grown_hard
+        };
+        *counter += 1;
+    }
+}
+
 impl fmt::Display for Stats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(

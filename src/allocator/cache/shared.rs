@@ -130,7 +130,7 @@ impl StreamCaches {
         };
         let any = !batches.is_empty();
         for batch in batches {
-            let u = streams.ticket(batch.stream, None);
+            let u = streams.use_of_free(batch.stream, None);
             self.uncount_recorded(batch.stream, batch.nodes.len() as i64);
             streams.count_free(&u, batch.bytes, after);
             self.held_back.push(HeldBack {

@@ -4,58 +4,56 @@
 //! then ready memory of the heap ([`Engine::allocate_missed`]); then [`reclaim`](crate::allocator::reclaim), which
 //! makes room.
 //!
-//! Rule of the lock: only this file and `reclaim/run.rs` pass the heap's guard by value and return it. All code below
-//! them takes the heap by reference, or takes the lock itself.
+//! Rule of the lock: only functions of this file and of `reclaim/run.rs` take the heap's guard and return it, because
+//! they release the lock meanwhile. All others take the heap by reference, or take the lock themselves.
 
-use crate::allocator::inspect::holders::set_label;
-use crate::allocator::plan::alias::ready_in_view;
-use crate::allocator::plan::growth;
 use std::sync::atomic::Ordering;
 
 use crate::allocator::cache::grant::{Grant, Missed, Place};
 use crate::allocator::cache::stream_cache::{Allocated, Small, StreamCache};
 use crate::allocator::calls::cached;
-use crate::allocator::engine::idle;
 use crate::allocator::engine::naming::Named;
-use crate::allocator::engine::recorded;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::{Engine, Guard, idle, recorded};
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::extent::want::{PAGE_GRANULES, Want};
-use crate::allocator::graph::run::allocate;
-use crate::allocator::heap::Heap;
+use crate::allocator::extent::want::Want;
+use crate::allocator::graph::run as graph_run;
 use crate::allocator::heap::request::Checked;
+use crate::allocator::heap::{Heap, PeakUpdate};
+use crate::allocator::inspect::holders::set_label;
+use crate::allocator::plan::alias::ready_in_view;
+use crate::allocator::plan::growth;
 use crate::allocator::reclaim::run;
 use crate::allocator::request::Request;
-use crate::allocator::stream::slot::AfterFree;
-use crate::allocator::stream::slot::StreamKey;
+use crate::allocator::size::PAGE_GRANULES;
+use crate::allocator::stream::slot::{AfterFree, StreamKey};
 use crate::block::Tag;
 use crate::driver::process;
 use crate::error::Error;
 use crate::event::names;
 
 /// An allocation in progress. It keeps the stream's slot reserved while the lock is released. If the allocation fails,
-/// or if a hook of the user panics in it, its announced use is withdrawn.
-struct Call<'a> {
+/// or if a hook of the user panics in it, its update of the peak is reverted.
+struct PendingAllocation<'a> {
     engine: &'a Engine,
     stream: u32,
     /// The stream cache that the thread uses for the stream from now on.
     cache: &'static StreamCache,
-    peak: (u64, u64),
+    peak: PeakUpdate,
 }
 
-impl Call<'_> {
-    /// Ends the call after it has obtained its block.
+impl PendingAllocation<'_> {
+    /// Ends the allocation after it has obtained its block.
     fn end(self, heap: &mut Heap) {
         heap.streams[self.stream].calls -= 1;
         std::mem::forget(self);
     }
 }
 
-impl Drop for Call<'_> {
+impl Drop for PendingAllocation<'_> {
     fn drop(&mut self) {
         let mut heap = self.engine.lock();
         heap.streams[self.stream].calls -= 1;
-        heap.revert_announcement(self.peak);
+        heap.revert_peak_live(self.peak);
     }
 }
 
@@ -78,10 +76,12 @@ impl Engine {
         };
         let made = match hit {
             Some(grant) => Ok(grant),
-            None if request.cached_only => match allocate::allocate(self, named, &checked, true)? {
-                Some(grant) => Ok(grant),
-                None => (self.allocate_cached(named, &checked, &[])?.0).ok_or(Error::NotCached),
-            },
+            None if request.cached_only => {
+                match graph_run::allocate::allocate(self, named, &checked, true)? {
+                    Some(grant) => Ok(grant),
+                    None => (self.allocate_cached(named, &checked, &[])?.0).ok_or(Error::NotCached),
+                }
+            }
             None => self.allocate_missed(named, &checked),
         };
         if request.tag != Tag::NONE
@@ -180,12 +180,13 @@ impl Engine {
         request: &Checked,
     ) -> Result<Grant, Error> {
         let made = obtain_grant(self, heap, named, request);
-        if process::is_recording()
-            && let Err(Error::OutOfMemory(refused)) = &made
-        {
-            let stream = (named.key, named.raw as usize);
-            let heap = self.lock();
-            heap.recorder.record_refusal(&heap.streams, refused, stream);
+        if let Err(Error::OutOfMemory(refused)) = &made {
+            let mut heap = self.lock();
+            heap.stats.ooms += 1;
+            if process::is_recording() {
+                let stream = (named.key, named.raw as usize);
+                heap.recorder.record_refusal(&heap.streams, refused, stream);
+            }
         }
         made
     }
@@ -211,9 +212,9 @@ impl Engine {
             Some(debug) => debug.with_guard(request)?,
             None => *request,
         };
-        // The call announces 0 bytes, because a request for cached memory may find none.
-        let (heap, call) = begin(self, self.open()?, named, 0)?;
-        let (stream, cache) = (call.stream, call.cache);
+        // It begins with 0 bytes, because a request for cached memory may find none.
+        let (heap, pending) = begin(self, self.open()?, named, 0)?;
+        let (stream, cache) = (pending.stream, pending.cache);
         let near_left = near.iter().copied();
         let (mut heap, found, free) = match self.small_request(request) {
             Some(small) => {
@@ -232,7 +233,7 @@ impl Engine {
                 (heap, found, free)
             }
         };
-        call.end(&mut heap);
+        pending.end(&mut heap);
         drop(heap);
         if let (Some(debug), Some(grant)) = (&self.debug, &found) {
             debug.watch(self, grant, named, request.requested);
@@ -252,11 +253,9 @@ impl Engine {
         drop(heap);
         let (context, holder) = self.prepare_registration(named)?;
         heap = self.lock();
-        let stream = heap.adopt(named.key, named.raw as usize, context, holder);
+        let stream = heap.register(named.key, named.raw as usize, context, holder);
         Ok((heap, stream))
     }
-
-    // ---- small blocks ------------------------------------------------------------------------
 }
 
 /// [`Engine::allocate_missed`] where a call has to do more before it locks the heap.
@@ -267,7 +266,7 @@ fn allocate_checked(engine: &Engine, named: &Named<'_>, request: &Checked) -> Re
         return debug.allocate(engine, named, request);
     }
     if !engine.is_fast()
-        && let Some(grant) = allocate::allocate(engine, named, request, false)?
+        && let Some(grant) = graph_run::allocate::allocate(engine, named, request, false)?
     {
         return Ok(grant);
     }
@@ -282,8 +281,8 @@ fn obtain_grant<'a>(
     request: &Checked,
 ) -> Result<Grant, Error> {
     heap.ensure_serving()?;
-    let (mut heap, call) = begin(engine, heap, named, request.requested)?;
-    let (stream, cache) = (call.stream, call.cache);
+    let (mut heap, pending) = begin(engine, heap, named, request.requested)?;
+    let (stream, cache) = (pending.stream, pending.cache);
     let (mut heap, grant) = match engine.small_request(request) {
         Some(small) => match obtain_small(engine, heap, stream, cache, small) {
             // At a limit, memory of the other arena is better than a failure.
@@ -308,7 +307,7 @@ fn obtain_grant<'a>(
             (heap, grant)
         }
     };
-    call.end(&mut heap);
+    pending.end(&mut heap);
     drop(heap);
     idle::release_if_due(engine);
     Ok(grant)
@@ -320,21 +319,22 @@ fn begin<'a>(
     heap: Guard<'a>,
     named: &Named<'_>,
     requested: u64,
-) -> Result<(Guard<'a>, Call<'a>), Error> {
+) -> Result<(Guard<'a>, PendingAllocation<'a>), Error> {
     let (mut heap, stream) = engine.slot(heap, named)?;
     heap.streams.check_device(&engine.device, stream)?;
     heap.ensure_serving()?;
     let cache = heap.find_cache(named.key, stream);
     heap.streams[stream].calls += 1;
-    let call = Call {
+    let pending = PendingAllocation {
         engine,
         stream,
         cache,
-        peak: heap.announce(requested),
+        peak: heap.raise_peak_live(requested),
     };
-    Ok((heap, call))
+    Ok((heap, pending))
 }
 
+/// Takes a large block for [`Engine::allocate_cached`], if ready memory serves it.
 fn take_cached<'a>(
     engine: &'a Engine,
     mut heap: Guard<'a>,
@@ -370,7 +370,7 @@ fn take_cached<'a>(
     }
     let grant = found.map(|id| {
         heap.stats.hits += 1;
-        heap.announce(want.requested);
+        heap.raise_peak_live(want.requested);
         heap.grant(id, want.stream, want.requested, cache)
     });
     Ok((heap, grant))
@@ -385,8 +385,6 @@ fn left_over<'a>(
     let mut heap = engine.lock();
     let run = heap.finder(want.space, want.stream)?.ready_run(want)?;
     let id = heap.take(want, run)?;
-    // The request did not run out of memory after all.
-    heap.stats.ooms -= 1;
     let grant = heap.grant(id, want.stream, want.requested, cache);
     Some((heap, grant))
 }
@@ -443,8 +441,8 @@ fn obtain_page<'a>(
     cache: &'static StreamCache,
     request: Small,
 ) -> Result<(Guard<'a>, bool), Error> {
-    let page = a_page(stream, request);
-    let mut ready = heap.take_best(&page);
+    let want = page_want(stream, request);
+    let mut ready = heap.take_best(&want);
     if ready.is_none() && cache.lock().runs.flush_quick() {
         return Ok((heap, false));
     }
@@ -454,7 +452,7 @@ fn obtain_page<'a>(
         if !givers.is_empty() {
             givers.retain(|giver| *giver != stream);
             heap = cover(engine, heap, &givers)?;
-            ready = heap.take_best(&page);
+            ready = heap.take_best(&want);
         }
     }
     if ready.is_none() && cache.lock().holds_a_page() {
@@ -464,13 +462,13 @@ fn obtain_page<'a>(
         if freed {
             return Ok((heap, false));
         }
-        ready = heap.take_best(&page);
+        ready = heap.take_best(&want);
     }
     if let Some(id) = ready {
         heap.add_page(id, cache)?;
         return Ok((heap, false));
     }
-    let (mut heap, id, missed) = run::obtain(engine, heap, &page)?;
+    let (mut heap, id, missed) = run::obtain(engine, heap, &want)?;
     heap.add_page(id, cache)?;
     Ok((heap, missed))
 }
@@ -523,7 +521,7 @@ fn take_back_shared<'a>(
     Ok((heap, freed))
 }
 
-/// Takes a request from memory that its stream may use without a wait, if there is any.
+/// Takes a small block for [`Engine::allocate_cached`], if ready memory serves it.
 fn take_cached_small<'a>(
     engine: &'a Engine,
     mut heap: Guard<'a>,
@@ -560,18 +558,18 @@ fn take_cached_small<'a>(
             heap = run::poll_before(engine, heap, stream)?;
             continue;
         }
-        let page = a_page(cache.lock().slot, request);
-        let page = if paged { None } else { heap.take_best(&page) };
-        let Some(id) = page else {
+        let want = page_want(cache.lock().slot, request);
+        let taken = if paged { None } else { heap.take_best(&want) };
+        let Some(page) = taken else {
             return Ok((heap, None));
         };
         paged = true;
-        heap.add_page(id, cache)?;
+        heap.add_page(page, cache)?;
     }
 }
 
-/// Describes a page of the small arena, where every size is a multiple of a page.
-fn a_page(stream: u32, request: Small) -> Want {
+/// Returns the request for a page of the small arena, where every size is a multiple of a page.
+fn page_want(stream: u32, request: Small) -> Want {
     Want {
         space: SpaceId::Small,
         stream,

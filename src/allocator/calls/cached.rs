@@ -237,8 +237,6 @@ impl Engine {
         grant.set_cached(true);
         Some(grant)
     }
-
-    // ---- cached memory ------------------------------------------------------------------------
 }
 
 /// Takes a request at the first address that is free in the stream cache that the thread used last for the stream.

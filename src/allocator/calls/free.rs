@@ -496,8 +496,6 @@ impl Engine {
             orphans::outlive_capture(self);
         }
     }
-
-    // ---- uses by other streams -----------------------------------------------------------------------
 }
 
 /// Returns the live large block that starts at a pointer.

@@ -182,12 +182,12 @@ pub(crate) fn synchronise(engine: &Engine, once: bool) -> Result<(), Error> {
         if waited.is_err() || unanswered.contains(of) {
             heap.streams.reopen_batch(batch);
         } else {
-            heap.streams.completed(batch.stream, batch.bound, &[]);
+            heap.streams.mark_complete(batch.stream, batch.bound, &[]);
         }
     }
     waited?;
     for (stream, bound) in retired {
-        heap.streams.completed(stream, bound, &[]);
+        heap.streams.mark_complete(stream, bound, &[]);
     }
     heap.streams.pool_unused_events();
     heap.complete_uses();
@@ -271,7 +271,7 @@ pub(crate) fn review_captures(engine: &Engine) {
 }
 
 /// Returns a stream of this crate whose capture uses pools, if there is one.
-pub(crate) fn pool_capturing(engine: &Engine) -> Option<User> {
+fn pool_capturing(engine: &Engine) -> Option<User> {
     review_captures(engine);
     let known = engine.lock().graphs.capturing();
     let mut known = known.into_iter().map(|(_, user)| user);

@@ -119,11 +119,10 @@ impl Engine {
             let most = (heap.held() / LEFT_BEHIND_SHARE).max(LEFT_BEHIND);
             heap.streams.left_behind() >= most
         };
-        match if much {
-            contexts::synchronise(self, false)
-        } else {
-            Ok(())
-        } {
+        if !much {
+            return Ok(());
+        }
+        match contexts::synchronise(self, false) {
             // A later request retries.
             Err(Error::Capturing { .. }) => Ok(()),
             done => done,
@@ -249,7 +248,7 @@ impl Engine {
             let mut heap = self.lock();
             heap.stats.stream_waits += 1;
             heap.streams
-                .ordered(stream, wait.stream, wait.bound, &wait.row);
+                .record_order(stream, wait.stream, wait.bound, &wait.row);
         }
         Ok(())
     }
@@ -287,7 +286,7 @@ impl Engine {
             }
         }
         let mut heap = self.lock();
-        heap.streams.observed(stream, bound);
+        heap.streams.observe(stream, bound);
         heap.complete_advanced();
         Ok(())
     }
@@ -414,7 +413,7 @@ fn query_idle(
         slot.eager_batches = EAGER_BATCHES;
     }
     if idle {
-        heap.streams.batch_complete(batch);
+        heap.streams.mark_batch_complete(batch);
         heap.streams.pool_unused_events();
         heap.complete_advanced();
     }

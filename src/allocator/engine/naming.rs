@@ -160,7 +160,7 @@ impl Engine {
 
     #[cold]
     #[inline(never)]
-    pub(crate) fn refuse_if(
+    fn refuse_if(
         &self,
         named: &Named<'_>,
         capturing: Result<bool, DriverError>,
@@ -274,7 +274,7 @@ impl Engine {
     /// A caller that passes a special handle while another context is current most likely means a stream of that
     /// context.
     #[inline(never)]
-    pub(crate) fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
+    fn refuse_other_context(&self, raw: sys::CUstream) -> Result<(), Error> {
         self.usable()?;
         let current = self.driver().current_raw().map_err(|e| self.error(e))?;
         if current.is_null() || current == self.context.raw() {

@@ -50,7 +50,7 @@ impl Entry {
 #[repr(align(64))]
 enum Bin {
     /// Few enough to lie in the bin's own cache line.
-    Few(Few),
+    Few(FewKeys),
     List(Vec<Key>),
     Tree(BTreeSet<Key>),
 }
@@ -62,13 +62,13 @@ const FEW: usize = 3;
 
 /// The keys in order, filled up with a value above every key.
 #[derive(Debug, Clone, Copy)]
-struct Few([Key; FEW]);
+struct FewKeys([Key; FEW]);
 
 /// No entry: no record has this number.
 const NONE: Key = Key::MAX;
 
-impl Few {
-    const EMPTY: Few = Few([NONE; FEW]);
+impl FewKeys {
+    const EMPTY: FewKeys = FewKeys([NONE; FEW]);
 
     #[inline(always)]
     fn is_full(&self) -> bool {
@@ -122,7 +122,7 @@ fn place(list: &[Key], key: Key) -> usize {
 }
 
 impl Bin {
-    const EMPTY: Bin = Bin::Few(Few::EMPTY);
+    const EMPTY: Bin = Bin::Few(FewKeys::EMPTY);
 
     fn is_empty(&self) -> bool {
         match self {
@@ -206,7 +206,7 @@ impl Bin {
                 // One entry below the capacity of `Few`, so that the bin does not change its form with every call at
                 // the border.
                 if list.len() < FEW {
-                    let mut few = Few::EMPTY;
+                    let mut few = FewKeys::EMPTY;
                     list.drain(..).for_each(|key| few.insert(key));
                     *self = Bin::Few(few);
                 }

@@ -43,16 +43,17 @@ pub(crate) struct Space {
     pub(super) pending: Vec<FreeIndex>,
     complete: FreeIndex,
     mixed: FreeIndex,
-    /// Base address to (bytes, first extent). The first extent's id is stable: splits and merges
-    /// keep the id on the left.
+    /// By base address.
     regions: BTreeMap<u64, Region>,
     /// Extents without memory, by address.
     holes: BTreeMap<u64, u32>,
 }
 
+/// A reserved range, a segment or a page: a gapless list of extents.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Region {
     pub bytes: u64,
+    /// The first extent. Its id is stable, because splits and merges keep the id on the left.
     pub first: u32,
 }
 
@@ -222,14 +223,14 @@ impl Space {
     }
 
     #[inline]
-    fn enlist(&mut self, records: &Records, id: u32) {
+    fn insert_piece(&mut self, records: &Records, id: u32) {
         let (class, entry) = Self::entry(records, id);
         self.index_mut(class).insert(entry);
         self.count += 1;
     }
 
     #[inline]
-    fn delist(&mut self, records: &Records, id: u32) {
+    fn remove_piece(&mut self, records: &Records, id: u32) {
         let (class, entry) = Self::entry(records, id);
         let found = self.index_mut(class).remove(&entry);
         debug_assert!(found, "a free piece is in the index of its class");
@@ -247,7 +248,7 @@ impl Space {
         let id = self.new_region(records, base, granules, State::Free);
         records[id].stream = class_of(&uses);
         records.cold_mut(id).uses = uses;
-        self.enlist(records, id);
+        self.insert_piece(records, id);
         id
     }
 
@@ -270,7 +271,7 @@ impl Space {
     ) {
         let id = self.add_region(records, base, granules, Uses::None);
         if grown && self.join(records, base) {
-            self.delist(records, id);
+            self.remove_piece(records, id);
             self.coalesce(records, id);
         }
     }
@@ -290,6 +291,7 @@ impl Space {
         let Some(joined) = self.regions.remove(&base) else {
             return false;
         };
+        // A lease of addresses usually doubles those of the space, so few leases visit the extents of an earlier one.
         let mut last = first;
         while records[last].next != NIL {
             last = records[last].next;
@@ -321,7 +323,7 @@ impl Space {
             return false;
         }
         match hot.state {
-            State::Free => self.delist(records, id),
+            State::Free => self.remove_piece(records, id),
             State::Unmapped => {
                 self.holes.remove(&hot.addr);
             }
@@ -377,16 +379,16 @@ impl Space {
     fn coalesce(&mut self, records: &mut Records, mut id: u32) -> u32 {
         let prev = records[id].prev;
         if prev != NIL && self.mergeable(records, prev, id) {
-            self.delist(records, prev);
+            self.remove_piece(records, prev);
             self.absorb_next(records, prev);
             id = prev;
         }
         let next = records[id].next;
         if next != NIL && self.mergeable(records, id, next) {
-            self.delist(records, next);
+            self.remove_piece(records, next);
             self.absorb_next(records, id);
         }
-        self.enlist(records, id);
+        self.insert_piece(records, id);
         id
     }
 
@@ -430,10 +432,10 @@ impl Space {
             skip -= records[id].granules;
             id = records[id].next;
         }
-        self.unlist(records, id);
+        self.remove_free_or_hole(records, id);
         if skip > 0 {
             let right = self.split(records, id, skip);
-            self.relist(records, id);
+            self.insert_free_or_hole(records, id);
             id = right;
         }
         let head = id;
@@ -441,7 +443,7 @@ impl Space {
         loop {
             if records[id].granules > left {
                 let rest = self.split(records, id, left);
-                self.relist(records, rest);
+                self.insert_free_or_hole(records, rest);
             }
             left -= records[id].granules;
             let (granules, mapped) = (records[id].granules, records[id].state == State::Free);
@@ -457,7 +459,7 @@ impl Space {
                 break;
             }
             id = records[id].next;
-            self.unlist(records, id);
+            self.remove_free_or_hole(records, id);
         }
         while records[head].granules < granules {
             self.absorb_next(records, head);
@@ -467,17 +469,19 @@ impl Space {
         Some(head)
     }
 
-    fn unlist(&mut self, records: &Records, id: u32) {
+    /// Removes a free or unmapped extent from its index.
+    fn remove_free_or_hole(&mut self, records: &Records, id: u32) {
         if records[id].is_free() {
-            self.delist(records, id);
+            self.remove_piece(records, id);
         } else {
             self.holes.remove(&records[id].addr);
         }
     }
 
-    fn relist(&mut self, records: &Records, id: u32) {
+    /// Adds a free or unmapped extent to its index.
+    fn insert_free_or_hole(&mut self, records: &Records, id: u32) {
         if records[id].is_free() {
-            self.enlist(records, id);
+            self.insert_piece(records, id);
         } else {
             self.holes.insert(records[id].addr, id);
         }
@@ -486,9 +490,9 @@ impl Space {
     /// Takes `granules` from the front of one free piece: the common case of [`claim`](Self::claim). The extent stays
     /// busy until it becomes a block, because the lock may be released before.
     pub(crate) fn carve(&mut self, records: &mut Records, id: u32, granules: u32) {
-        self.delist(records, id);
+        self.remove_piece(records, id);
         if let Some(rest) = cut(records, id, granules) {
-            self.enlist(records, rest.id);
+            self.insert_piece(records, rest.id);
         }
     }
 
@@ -514,7 +518,7 @@ impl Space {
             if shard.mapped {
                 self.release(records, part, shard.uses);
             } else {
-                self.unmapped(records, part);
+                self.make_hole(records, part);
             }
         }
     }
@@ -533,7 +537,7 @@ impl Space {
     }
 
     /// Makes a claimed extent a hole.
-    pub(crate) fn unmapped(&mut self, records: &mut Records, id: u32) {
+    pub(crate) fn make_hole(&mut self, records: &mut Records, id: u32) {
         records[id].state = State::Unmapped;
         records[id].stream = COMPLETE;
         self.holes.insert(records[id].addr, id);
@@ -542,7 +546,7 @@ impl Space {
 
     /// Replaces the uses of a free piece, and merges it where that is possible now.
     pub(crate) fn retag(&mut self, records: &mut Records, id: u32, uses: Uses) -> u32 {
-        self.delist(records, id);
+        self.remove_piece(records, id);
         records[id].stream = class_of(&uses);
         records.cold_mut(id).uses = uses;
         self.coalesce(records, id)
@@ -569,7 +573,7 @@ impl Space {
                 .get(entry.id)
                 .is_some_and(|h| h.is_free() && h.addr == entry.addr && h.stream == class)
             {
-                self.delist(records, entry.id);
+                self.remove_piece(records, entry.id);
                 self.coalesce(records, entry.id);
             }
         }

@@ -1,10 +1,7 @@
 //! The constraints of a request on its arena.
 
 use crate::allocator::extent::record::SpaceId;
-use crate::allocator::size::{GRANULE, PAGE, PHYSICAL_GRANULE};
-
-/// Granules of a page.
-pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
+use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 
 /// A request to an arena.
 #[derive(Debug, Clone, Copy)]
@@ -36,9 +33,14 @@ impl Want {
         ((addr.next_multiple_of(align) - addr) / GRANULE) as u32
     }
 
+    /// Whether the block belongs to the large arena, and may lie in several handles.
+    pub(crate) fn may_span_handles(&self) -> bool {
+        !self.single && self.space == SpaceId::Large
+    }
+
     /// Whether the block may lie in a view.
     pub(crate) fn may_view(&self) -> bool {
-        self.views && !self.single && self.space == SpaceId::Large
+        self.views && self.may_span_handles()
     }
 
     /// Whether the block must be searched handle by handle.

@@ -22,7 +22,7 @@ impl Heap {
         let Some(info) = self.caches.table.info(base) else {
             // The page follows its own stream, which has waited for the other users of the memory.
             let stream = cache.lock().slot;
-            let last = self.streams.ticket(stream, None);
+            let last = self.streams.use_of_free(stream, None);
             let slot = &mut self.streams[stream];
             slot.open_uses = slot.open_uses.saturating_add(1);
             self.extents
@@ -54,13 +54,13 @@ impl Heap {
         while let Some((info, ticket)) = inner.runs.remove_page(keep) {
             self.caches.table.clear(info);
             any = true;
-            let u = self.streams.ticket(stream, Some(ticket));
+            let u = self.streams.use_of_free(stream, Some(ticket));
             if let Some(id) = self.caches.page_ids.remove(&info.base) {
                 self.extents.records.cold_mut(id).freed = self.frees;
                 self.extents
                     .release(SpaceId::Small, id, stream, Uses::One(u));
                 let strange = !self.extents.small.merge_own || self.streams.is_inactive(stream);
-                if strange && self.streams.complete(&u) {
+                if strange && self.streams.is_complete(&u) {
                     self.complete_class(SpaceId::Small, stream, usize::MAX);
                 }
             }
@@ -164,7 +164,7 @@ impl Heap {
             let recorded = self.caches.take_uses(&mut self.streams, ptr, live.using);
             let uses: Vec<Use> = recorded
                 .iter()
-                .map(|r| self.streams.ticket(r.stream, r.ticket))
+                .map(|r| self.streams.use_of_free(r.stream, r.ticket))
                 .collect();
             for u in &uses {
                 self.streams.count_free(u, bytes, after);
@@ -197,7 +197,7 @@ impl Heap {
         let any = !done.is_empty();
         for held in done {
             let mut uses = held.uses.as_slice().iter();
-            let over = uses.all(|u| self.streams.complete(u));
+            let over = uses.all(|u| self.streams.is_complete(u));
             let batch = held.nodes.len() > 1;
             {
                 let mut inner = held.cache.lock();

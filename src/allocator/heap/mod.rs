@@ -79,6 +79,13 @@ pub(crate) struct Heap {
     pub ranges: Ranges,
 }
 
+/// The peak of live bytes before and after a request was counted in it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PeakUpdate {
+    before: u64,
+    after: u64,
+}
+
 /// Outcome of [`Heap::free_plain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlainFree {
@@ -194,16 +201,19 @@ impl Heap {
 
     // ---- blocks ----------------------------------------------------------------------------
 
-    /// Counts a request in the peak that the soft cap follows. Returns the peak before and after.
+    /// Counts a request in the peak that the soft cap follows.
     #[inline]
-    pub(crate) fn announce(&mut self, requested: u64) -> (u64, u64) {
+    pub(crate) fn raise_peak_live(&mut self, requested: u64) -> PeakUpdate {
         let before = self.peak_live;
         if self.requested_now() + requested > before {
             // Free blocks in large-block caches count as used, but are not part of the peak.
             self.empty_large_caches();
             self.peak_live = before.max(self.requested_now() + requested);
         }
-        (before, self.peak_live)
+        PeakUpdate {
+            before,
+            after: self.peak_live,
+        }
     }
 
     /// Records the active bytes for a request that found no ready memory: live bytes, and free bytes that its stream
@@ -231,9 +241,9 @@ impl Heap {
     }
 
     /// Reverts the peak after a failed request, unless other requests have raised it since.
-    pub(crate) fn revert_announcement(&mut self, (before, with): (u64, u64)) {
-        if self.peak_live == with {
-            self.peak_live = before.max(self.requested_now());
+    pub(crate) fn revert_peak_live(&mut self, update: PeakUpdate) {
+        if self.peak_live == update.after {
+            self.peak_live = update.before.max(self.requested_now());
         }
     }
 
@@ -287,7 +297,7 @@ impl Heap {
     /// Called before a large block is counted: if the block may raise a peak, free blocks leave the large-block caches
     /// so that they are not counted along.
     #[inline]
-    pub(crate) fn prepare_peaks(&mut self, bytes: u64, requested: u64) {
+    fn prepare_peaks(&mut self, bytes: u64, requested: u64) {
         if self.caches.may_have_large() && !self.is_below_peaks(bytes, requested) {
             self.empty_large_caches();
         }
@@ -305,7 +315,7 @@ impl Heap {
 
     /// Called after a large block was counted: raises the overall peaks if it is a new peak.
     #[inline]
-    pub(crate) fn update_peaks(&mut self) {
+    fn update_peaks(&mut self) {
         let all = &self.stats.all;
         let now = [all.requested.current, all.allocations.current];
         for (high, now) in self.caches.high.iter_mut().zip(now) {
@@ -357,7 +367,7 @@ impl Heap {
         self.stats
             .freed(space != SpaceId::Large, bytes, requested, !shared);
         let mut after = AfterFree::default();
-        let own = self.streams.ticket(owner, None);
+        let own = self.streams.use_of_free(owner, None);
         let uses = if shared {
             self.shared_uses(id, own)
         } else {
@@ -375,7 +385,7 @@ impl Heap {
         ) else {
             return after;
         };
-        let over = uses.as_slice().iter().all(|u| self.streams.complete(u));
+        let over = uses.as_slice().iter().all(|u| self.streams.is_complete(u));
         // A recorded use may be complete already, and so is all work of a retired stream.
         let complete = shared || (over && space == SpaceId::Large);
         self.release_block(space, id, uses, complete);
@@ -465,7 +475,7 @@ impl Heap {
         let recorded = self.extents.records.cold_mut(id).take_recorded();
         let others = recorded
             .iter()
-            .map(|r| self.streams.ticket(r.stream, r.ticket));
+            .map(|r| self.streams.use_of_free(r.stream, r.ticket));
         let uses = Uses::collect(std::iter::once(own).chain(others).collect());
         self.note_mixed();
         uses

@@ -15,7 +15,7 @@ const PIECES_PER_CALL: usize = 64;
 
 impl Heap {
     /// Registers a stream that a call names, unless it is known.
-    pub(crate) fn adopt(
+    pub(crate) fn register(
         &mut self,
         key: StreamKey,
         raw: usize,

@@ -91,7 +91,7 @@ impl Heap {
             .on_pool(space != SpaceId::Large, |pool| pool.active.put_back(bytes));
         self.note_mixed();
         let uses = shards.iter().flat_map(|shard| shard.uses.as_slice());
-        let over = uses.filter(|u| self.streams.complete(u));
+        let over = uses.filter(|u| self.streams.is_complete(u));
         let over: Vec<u32> = over.map(|u| u.stream).collect();
         let (at, records) = self.extents.parts(space);
         at.restore(records, id, shards);
@@ -232,7 +232,7 @@ impl Heap {
         };
         self.stats.reclaim.ready += 1;
         self.stats.hits += 1;
-        self.announce(want.requested);
+        self.raise_peak_live(want.requested);
         self.physical.count_request(&want);
         let cache = match known {
             Some(cache) => cache,

@@ -126,7 +126,7 @@ fn check_space(heap: &Heap, space: &Space, sums: &mut Sums) -> Result<(), Error>
                         let looked_at = !heap.streams.advanced.contains(&only.stream);
                         holds(
                             "complete memory that was looked at is in no stream's class",
-                            space.merge_own || !looked_at || !heap.streams.complete(only),
+                            space.merge_own || !looked_at || !heap.streams.is_complete(only),
                         )?;
                     }
                     for u in cold.uses.as_slice() {

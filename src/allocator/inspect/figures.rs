@@ -48,7 +48,7 @@ fn waiting(heap: &Heap) -> BTreeMap<u32, (u64, u64)> {
         }
         let bytes = u64::from(entry.granules) * GRANULE;
         let uses = heap.extents.records.cold(entry.id).uses.as_slice();
-        for u in uses.iter().filter(|u| !heap.streams.complete(u)) {
+        for u in uses.iter().filter(|u| !heap.streams.is_complete(u)) {
             let sum = by_slot.entry(u.stream).or_default();
             sum.0 += bytes;
             sum.1 += if heap.streams.marker(u).is_none() {

@@ -17,10 +17,10 @@ use crate::allocator::size::{GRANULE, PHYSICAL_GRANULE};
 use crate::allocator::suspend::{Suspension, Target};
 use crate::error::{Hole, OutOfMemory, PinnedSegment, Shortage};
 
-/// Counts a request that failed for lack of memory, and returns the heap's part of the error.
+/// Counts a miss, and returns the heap's part of the error for a request that lacks memory. The caller counts the
+/// error, unless it finds other memory.
 pub(crate) fn out_of_memory(heap: &mut Heap, want: &Want) -> OutOfMemory {
     heap.stats.misses += 1;
-    heap.stats.ooms += 1;
     let shortage = shortage(heap, want);
     picture(heap, want.requested, shortage)
 }

@@ -1,11 +1,11 @@
 //! Snapshots of segments and blocks, for diagnosis.
 
-use crate::allocator::cache::stream_cache::{Kind, Node, PAGE_GRANULES, Run};
+use crate::allocator::cache::stream_cache::{Kind, Node, Run};
 use crate::allocator::extent::record::{Hot, NIL, SpaceId, State as Extent};
 use crate::allocator::graph::arena::Part;
 use crate::allocator::heap::Heap;
 use crate::allocator::report::{BlockInfo, BlockState, SegmentInfo};
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE_GRANULES};
 
 fn block_info(heap: &Heap, id: u32) -> BlockInfo {
     let (hot, cold) = (&heap.extents.records[id], heap.extents.records.cold(id));
@@ -21,14 +21,14 @@ fn block_info(heap: &Heap, id: u32) -> BlockInfo {
             .uses
             .as_slice()
             .iter()
-            .filter(|u| !heap.streams.complete(u));
+            .filter(|u| !heap.streams.is_complete(u));
         open.map(|u| number(u.stream)).collect()
     };
     let shared = cold
         .uses
         .as_slice()
         .iter()
-        .any(|u| u.stream != cold.owner && !heap.streams.complete(u));
+        .any(|u| u.stream != cold.owner && !heap.streams.is_complete(u));
     BlockInfo {
         device: Some(heap.device),
         address: hot.addr,
@@ -164,7 +164,7 @@ fn blocks_of(heap: &Heap, space: SpaceId, id: u32, blocks: &mut Vec<BlockInfo>) 
     let held = heap.caches.held_back.iter();
     for held in held.filter(|held| std::ptr::eq(held.cache, cache)) {
         let open = held.uses.as_slice().iter();
-        let open = open.filter(|u| !heap.streams.complete(u));
+        let open = open.filter(|u| !heap.streams.is_complete(u));
         let nodes = held.nodes.iter().filter(here);
         pending.extend(open.flat_map(|u| nodes.clone().map(|node| (*node, u.stream))));
     }

@@ -77,7 +77,7 @@ pub(crate) fn whole_handles(
 /// because `cuMemFree` is not documented to wait for the work of its context.
 pub(crate) fn is_complete(heap: &Heap, id: u32) -> bool {
     let uses = heap.extents.records.cold(id).uses.as_slice();
-    uses.iter().all(|u| heap.streams.complete(u))
+    uses.iter().all(|u| heap.streams.is_complete(u))
 }
 
 /// Claims memory of some arenas to release, so that there is room for `missing` bytes where there is `room` now:
@@ -195,7 +195,7 @@ pub(crate) fn remove(heap: &mut Heap, release: &Release) {
     heap.extents.lookup.forget(release.addr, release.bytes);
     let (space, records) = heap.extents.parts(release.space);
     if release.handle.is_some() {
-        space.unmapped(records, release.id);
+        space.make_hole(records, release.id);
     } else {
         records[release.id].state = Extent::Busy;
         space.remove_region(records, release.id);

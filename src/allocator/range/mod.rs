@@ -240,7 +240,7 @@ impl Range {
             let Some(granule) = self.granules.get_mut(&index) else {
                 continue;
             };
-            let mut uses: Vec<Use> = by.iter().map(|s| streams.ticket(*s, None)).collect();
+            let mut uses: Vec<Use> = by.iter().map(|s| streams.use_of_free(*s, None)).collect();
             // The last marker of a retired stream covers its uses.
             for u in uses.iter().filter(|u| u.ticket == streams[u.stream].open) {
                 match used.iter_mut().find(|(known, _)| *known == u.stream) {
@@ -249,7 +249,7 @@ impl Range {
                 }
             }
             let earlier = granule.uses.as_slice().iter();
-            uses.extend(earlier.filter(|u| !streams.complete(u)));
+            uses.extend(earlier.filter(|u| !streams.is_complete(u)));
             granule.uses = Uses::collect(uses);
             granule.seen = false;
             self.set_state(index, State::Leaving);
@@ -282,7 +282,7 @@ impl Range {
     /// Whether a granule is leaving and the host observed that its uses are complete.
     fn is_settled(granule: &Granule, streams: &Streams) -> bool {
         let mut uses = granule.uses.as_slice().iter();
-        granule.state == State::Leaving && uses.all(|u| streams.complete(u))
+        granule.state == State::Leaving && uses.all(|u| streams.is_complete(u))
     }
 
     /// Replaces the handle of a cell, which a resume has created again.
@@ -491,7 +491,7 @@ impl Ranges {
         });
         granules.flat_map(move |(granule, bytes)| {
             let uses = granule.uses.as_slice().iter();
-            uses.filter(|u| !streams.complete(u))
+            uses.filter(|u| !streams.is_complete(u))
                 .map(move |u| (u, bytes))
         })
     }

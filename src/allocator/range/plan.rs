@@ -150,7 +150,7 @@ pub(crate) fn awaited(heap: &Heap, id: u64, span: &Span<u64>, stream: Option<u32
     let ready = |uses: &Uses| {
         uses.as_slice().iter().all(|u| match stream {
             Some(stream) => heap.streams.ready(stream, u),
-            None => heap.streams.complete(u),
+            None => heap.streams.is_complete(u),
         })
     };
     let range = heap.ranges.map.get(&id).into_iter();

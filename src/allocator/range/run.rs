@@ -1,7 +1,6 @@
 //! Commits, decommits and the end of a range.
 
 use std::ops::Range as Span;
-use std::sync::Arc;
 
 use crate::allocator::config::Waits;
 use crate::allocator::engine::hooks::ReliefHook;
@@ -315,11 +314,7 @@ impl Search {
         let oldest = {
             let heap = engine.lock();
             let waits = heap.physical.tuning.waits != Waits::Never;
-            let slots = heap.streams.iter().filter(|_| waits);
-            let markers = slots.filter_map(|(stream, slot)| Some((stream, slot.markers.front()?)));
-            let markers = markers.filter(|(_, marker)| !marker.doubtful);
-            let oldest = markers.min_by_key(|(_, marker)| marker.order);
-            oldest.map(|(stream, marker)| (stream, marker.bound, Arc::clone(&marker.event)))
+            heap.streams.oldest_marker(|_| waits)
         };
         if let Some((stream, bound, event)) = oldest {
             return match engine.host_wait(stream, bound, event) {

@@ -1,10 +1,9 @@
 //! The choice of the next step of a reclaim: candidates, their cost, and the conditions for each.
 //!
-//! A choice depends only on the heap and the [`Reclaim`]: a cursor over stages, and flags beside it. It makes no driver
-//! call and takes no lock. It plans a step and claims the step's memory, so that no other call takes it before the step
-//! is executed. Every attempt is recorded where it is chosen; otherwise a reclaim would never end.
-
-use std::sync::Arc;
+//! A choice depends only on the heap, the hooks and the [`Reclaim`]: a cursor over stages, and flags beside it. It
+//! makes no driver call, and takes no lock except that of the list of hooks. It plans a step and claims the step's
+//! memory, so that no other call takes it before the step is executed. Every attempt is recorded where it is chosen;
+//! otherwise a reclaim would never end.
 
 use crate::allocator::config::Waits;
 use crate::allocator::engine::hooks::{Hooks, ReliefHook};
@@ -13,7 +12,6 @@ use crate::allocator::extent::want::Want;
 use crate::allocator::heap::Heap;
 use crate::allocator::heap::take::Part;
 use crate::allocator::physical::Release;
-use crate::allocator::physical::policy::Rules;
 use crate::allocator::plan::alias::ready_in_view;
 use crate::allocator::plan::growth::Bound;
 use crate::allocator::plan::stitch::STITCH_MIN;
@@ -25,10 +23,10 @@ use crate::allocator::stream::slot::Slot;
 use crate::allocator::view::mapping::Openings;
 use crate::driver::DriverError;
 
-/// Progress of a reclaim since memory last became complete or was released to the driver. Such an event resets the
-/// cursor to the first stage, because each stage may then succeed where it failed before.
+/// Progress of a reclaim since memory last became complete. Such an event resets the cursor to the first stage, because
+/// each stage may then succeed where it failed before.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stage {
+enum Stage {
     /// The heap was searched as it is.
     #[default]
     Fit,
@@ -41,7 +39,7 @@ pub(crate) enum Stage {
 }
 
 /// The steps with effects on the program or the device.
-pub(crate) enum LastResort {
+enum LastResort {
     /// Hooks that remain to be called; `None` before they have been collected.
     Hooks(Option<std::vec::IntoIter<ReliefHook>>),
     /// The contexts were synchronised.
@@ -51,29 +49,29 @@ pub(crate) enum LastResort {
 /// A reclaim: the search for memory for one request.
 pub(crate) struct Reclaim<'a> {
     hooks: &'a Hooks,
-    pub total_memory: u64,
+    total_memory: u64,
     /// Whether views may be used, as far as is known before the next step.
     pub views: bool,
-    pub stage: Stage,
+    stage: Stage,
     /// Whether a stitch was refused; no other is tried until more memory may be available for it.
     pub no_stitch: bool,
     /// Whether memory was created for a stitch.
-    pub supplied: bool,
+    supplied: bool,
     /// Whether no memory that has left a range can serve the request until more work is complete.
     pub settled: bool,
     /// Whether memory left behind by earlier failures was retried.
-    pub retried: bool,
+    retried: bool,
     /// Whether a marker on the requesting stream was tried since the last hook ran.
-    pub marked: bool,
+    marked: bool,
     /// Whether all streams with markers were polled.
-    pub polled: bool,
+    polled: bool,
     /// Whether the free memory of the device was queried.
-    pub device_queried: bool,
+    device_queried: bool,
     /// The driver's refusal of address space for the request, if any: then only existing memory may serve it.
     pub no_addresses: Option<DriverError>,
     /// The driver's refusal of memory in this reclaim.
     pub refusal: Option<DriverError>,
-    pub last_resort: LastResort,
+    last_resort: LastResort,
     /// The regime that begins with this reclaim, if it changes.
     pub regime: Option<Regime>,
     /// The peak of active bytes without this request, and with it.
@@ -81,7 +79,7 @@ pub(crate) struct Reclaim<'a> {
     /// Whether no step can serve the request: see [`Reclaim::is_beyond`].
     pub beyond: bool,
     /// A failure that a later step may still compensate for.
-    pub failure: Option<DriverError>,
+    failure: Option<DriverError>,
 }
 
 /// Idle views are unmapped before the address space for views exceeds this multiple of the device's memory.
@@ -133,7 +131,7 @@ impl<'a> Reclaim<'a> {
     }
 
     /// Returns the next hook to call.
-    pub(crate) fn next_hook(&mut self) -> Option<ReliefHook> {
+    fn next_hook(&mut self) -> Option<ReliefHook> {
         match &mut self.last_resort {
             LastResort::Hooks(hooks) => hooks
                 .get_or_insert_with(|| self.hooks.due().into_iter())
@@ -171,7 +169,7 @@ impl<'a> Reclaim<'a> {
             self.beyond = true;
             return Step::Fail;
         }
-        if heap.rules == Rules::Classic {
+        if !heap.rules.maps() {
             return self.choose_classic(heap, want);
         }
         if self.stage < Stage::CachesEmptied {
@@ -187,7 +185,10 @@ impl<'a> Reclaim<'a> {
             };
         }
         if self.no_addresses.is_none() && growth::lacks_addresses(heap, want) {
-            return Step::Reserve(want.space, u64::from(want.span()) * GRANULE);
+            return Step::Reserve {
+                space: want.space,
+                bytes: u64::from(want.span()) * GRANULE,
+            };
         }
         let mut open = None;
         if self.stitches(want)
@@ -261,8 +262,7 @@ impl<'a> Reclaim<'a> {
             return None;
         }
         let missing = growth::missing(heap, want)?;
-        let serves = want.space == SpaceId::Large && !want.in_one_handle();
-        (serves || missing > heap.room()).then_some(Step::Settle(missing))
+        (want.may_span_handles() || missing > heap.room()).then_some(Step::Settle(missing))
     }
 
     /// Polls all streams, once per reclaim, before growth or a wait.
@@ -287,10 +287,9 @@ impl<'a> Reclaim<'a> {
     /// Queries the device, once per reclaim, if the earlier answer leaves no room: other processes may have freed
     /// memory.
     fn requery_device(&mut self, heap: &Heap) -> Option<Step> {
-        if self.device_queried || self.refusal.is_some() {
+        if self.device_queried || self.refusal.is_some() || heap.physical.full_at.is_none() {
             return None;
         }
-        heap.physical.full_at?;
         self.device_queried = true;
         Some(Step::QueryDevice)
     }
@@ -320,7 +319,10 @@ impl<'a> Reclaim<'a> {
         let bytes = want.handle_bytes();
         let hole = growth::hole_for_handle(heap, want);
         if hole.is_none() && self.no_addresses.is_none() {
-            return Step::Reserve(want.space, bytes);
+            return Step::Reserve {
+                space: want.space,
+                bytes,
+            };
         }
         if let Some(step) = self.query_device(heap) {
             return step;
@@ -330,24 +332,17 @@ impl<'a> Reclaim<'a> {
         let within_cap = bytes <= growth::room_within(heap, Bound::SoftCap);
         if early
             && !within_cap
-            && let Some(step) = self.wait_for_memory(heap, want, |heap, want| {
-                growth::find_in_handle(heap, want, true)
-            })
+            && let Some(step) = self.wait_for_memory(heap, want, stretch_behind_waits)
         {
             return step;
         }
         if bytes <= heap.room()
             && let Some(growth) = hole.and_then(|hole| growth::plan_handle(heap, want, hole))
         {
-            heap.stats.reclaim.grown += u64::from(within_cap);
-            heap.stats.reclaim.grown_hard += u64::from(!within_cap);
+            heap.stats.reclaim.count_growth(within_cap);
             return Step::Grow(growth);
         }
-        if !early
-            && let Some(step) = self.wait_for_memory(heap, want, |heap, want| {
-                growth::find_in_handle(heap, want, true)
-            })
-        {
+        if !early && let Some(step) = self.wait_for_memory(heap, want, stretch_behind_waits) {
             return step;
         }
         self.make_room(heap, want)
@@ -415,7 +410,10 @@ impl<'a> Reclaim<'a> {
                     return Some(Step::FreeAddresses(idle));
                 }
             }
-            return Some(Step::Reserve(SpaceId::Views, bytes));
+            return Some(Step::Reserve {
+                space: SpaceId::Views,
+                bytes,
+            });
         }
         let room = heap.room();
         let stitch = stitch::plan(heap, want, room, open, reachable)?;
@@ -436,11 +434,10 @@ impl<'a> Reclaim<'a> {
         if self.supplied || lacking == 0 {
             return None;
         }
-        let within = lacking <= heap.soft_room();
+        let within_cap = lacking <= heap.soft_room();
         let fresh = growth::claim_home(heap, want, lacking)?;
         self.supplied = true;
-        heap.stats.reclaim.grown += u64::from(within);
-        heap.stats.reclaim.grown_hard += u64::from(!within);
+        heap.stats.reclaim.count_growth(within_cap);
         Some(Step::Supply(fresh))
     }
 
@@ -469,6 +466,26 @@ impl<'a> Reclaim<'a> {
         Some(Step::Release(plan))
     }
 
+    /// Chooses a release to the driver, or the memory that a stitch lacks.
+    fn choose_release(&mut self, heap: &mut Heap, want: &Want) -> Option<Step> {
+        match growth::missing(heap, want) {
+            Some(missing) => {
+                let plan = release::plan(heap, &release::ARENAS, missing, heap.room());
+                let released = self.release(heap, plan);
+                match released.or_else(|| self.supply_stitch(heap, want)) {
+                    None if missing > heap.room() => self.unmap_idle_views(heap),
+                    step => step,
+                }
+            }
+            // Released memory leaves longer holes.
+            None if self.no_addresses.is_some() => self.unmap_idle_views(heap).or_else(|| {
+                let (plan, _) = release::plan_trim(heap, 0);
+                self.release(heap, plan)
+            }),
+            None => None,
+        }
+    }
+
     /// Chooses the steps that make room below a limit.
     fn make_room(&mut self, heap: &mut Heap, want: &Want) -> Step {
         if self.stage < Stage::Flushed {
@@ -490,29 +507,8 @@ impl<'a> Reclaim<'a> {
                 return step;
             }
         }
-        if let Some(missing) = growth::missing(heap, want) {
-            let arenas = [SpaceId::Large, SpaceId::Small];
-            let plan = release::plan(heap, &arenas, missing, heap.room());
-            if let Some(step) = self.release(heap, plan) {
-                return step;
-            }
-            if let Some(step) = self.supply_stitch(heap, want) {
-                return step;
-            }
-            if missing > heap.room()
-                && let Some(step) = self.unmap_idle_views(heap)
-            {
-                return step;
-            }
-        } else if self.no_addresses.is_some() {
-            // Released memory leaves longer holes.
-            if let Some(step) = self.unmap_idle_views(heap) {
-                return step;
-            }
-            let (plan, _) = release::plan_trim(heap, 0);
-            if let Some(step) = self.release(heap, plan) {
-                return step;
-            }
+        if let Some(step) = self.choose_release(heap, want) {
+            return step;
         }
         if !self.marked && !heap.streams[want.stream].covered() {
             self.marked = true;
@@ -523,31 +519,30 @@ impl<'a> Reclaim<'a> {
         if let Some(step) = self.poll(heap).or_else(|| self.requery_device(heap)) {
             return step;
         }
-        let oldest = heap
-            .streams
-            .iter()
-            .filter(|(stream, _)| waits || *stream == want.stream)
-            .filter_map(|(stream, slot)| slot.markers.front().map(|m| (m.order, stream, m)))
-            .filter(|(_, _, marker)| !marker.doubtful)
-            .min_by_key(|(order, _, _)| *order);
-        if let Some((_, stream, marker)) = oldest {
-            let wait = Step::HostWait(stream, marker.bound, Arc::clone(&marker.event));
+        let wanted = |stream| waits || stream == want.stream;
+        if let Some((stream, bound, event)) = heap.streams.oldest_marker(wanted) {
             heap.stats.reclaim.host_waits += 1;
             self.restart();
-            return wait;
+            return Step::HostWait {
+                stream,
+                bound,
+                event,
+            };
         }
         if let Some(hook) = self.next_hook() {
             let missing = growth::missing(heap, want);
-            let missing = missing.unwrap_or(u64::from(want.span()) * GRANULE);
+            let missing = missing
+                .unwrap_or(u64::from(want.span()) * GRANULE)
+                .saturating_sub(heap.room());
             heap.stats.reclaim.hooks += 1;
             self.restart();
             // Memory that a hook frees may need a marker itself.
             self.marked = false;
-            return Step::Hook(hook, missing.saturating_sub(heap.room()));
+            return Step::Hook { hook, missing };
         }
-        let asked = matches!(self.last_resort, LastResort::Hooks(_));
+        let unsynchronised = matches!(self.last_resort, LastResort::Hooks(_));
         let mut slots = heap.streams.iter().map(|(_, slot)| slot);
-        if waits && asked && slots.any(Slot::needs_context_wait) {
+        if waits && unsynchronised && slots.any(Slot::needs_context_wait) {
             heap.stats.reclaim.synchronised += 1;
             self.last_resort = LastResort::Synchronised;
             self.restart();
@@ -555,6 +550,11 @@ impl<'a> Reclaim<'a> {
         }
         Step::Fail
     }
+}
+
+/// Returns the smallest stretch of a handle that fits behind waits.
+fn stretch_behind_waits(heap: &Heap, want: &Want) -> Option<Part> {
+    growth::find_in_handle(heap, want, true)
 }
 
 /// Returns memory that fits behind waits: the run whose newest wait is the oldest.

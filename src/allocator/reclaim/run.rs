@@ -7,37 +7,30 @@
 //! Callers have to consider that the lock may have been released in between. Only `calls/allocate.rs` calls this
 //! module.
 
-use crate::allocator::engine::contexts;
-use crate::allocator::engine::device;
-use crate::allocator::engine::markers::Questions;
-use crate::allocator::engine::release;
-use crate::allocator::engine::segments;
-use crate::allocator::graph::run::pools;
-use crate::allocator::inspect::shortage::out_of_memory;
-use crate::allocator::plan::growth::Growth;
-use crate::allocator::plan::{self, alias, growth};
-use crate::allocator::range::settle;
-use crate::allocator::reclaim::stitch;
-use crate::driver::DriverError;
-use crate::sync::capture::is_void_wait;
-
 use crate::allocator::config::Waits;
+use crate::allocator::engine::markers::Questions;
 use crate::allocator::engine::segment_hooks::SegmentChange;
-use crate::allocator::engine::{Engine, Guard};
+use crate::allocator::engine::{Engine, Guard, contexts, device, release, segments};
 use crate::allocator::extent::record::SpaceId;
 use crate::allocator::extent::space::Shard;
 use crate::allocator::extent::want::Want;
-use crate::allocator::graph::run::pools::SOON;
+use crate::allocator::graph::run::pools::{self, SOON};
 use crate::allocator::heap::Heap;
-use crate::allocator::physical::commit;
-use crate::allocator::physical::{Fresh, GrowthFailure};
+use crate::allocator::inspect::shortage::out_of_memory;
+use crate::allocator::physical::{Fresh, GrowthFailure, commit};
+use crate::allocator::plan::growth::Growth;
+use crate::allocator::plan::{self, alias, growth};
+use crate::allocator::range::settle;
 use crate::allocator::reclaim::choice::Reclaim;
 use crate::allocator::reclaim::step::Step;
+use crate::allocator::reclaim::stitch;
 use crate::allocator::report::Regime;
 use crate::allocator::view::mapping::ViewRun;
+use crate::driver::DriverError;
 use crate::error::Error;
 use crate::error::memory::Bytes;
 use crate::nvtx::{self, Category};
+use crate::sync::capture::is_void_wait;
 
 /// Maximum number of invalid markers that a request tolerates.
 const VOID_WAITS: u32 = 16;
@@ -313,7 +306,7 @@ pub(crate) fn take_in_view<'a>(
 }
 
 /// Executes a step without the lock. Returns the extent, claimed and ready for its stream, if the step created one.
-pub(crate) fn execute(
+fn execute(
     engine: &Engine,
     want: &Want,
     step: Step,
@@ -328,7 +321,7 @@ pub(crate) fn execute(
         Step::Grow(growth) => return grow(engine, want, growth, reclaim),
         Step::Segment(fresh) => return grow_segment(engine, want, &fresh, reclaim),
         Step::Supply(fresh) => obtain_from_driver(engine, want, fresh, reclaim)?,
-        Step::Reserve(space, bytes) => match device::reserve_span(engine, space, bytes) {
+        Step::Reserve { space, bytes } => match device::reserve_span(engine, space, bytes) {
             Err(Error::Driver(error)) if space == SpaceId::Views => {
                 reclaim.abandon_stitch(error);
             }
@@ -349,10 +342,10 @@ pub(crate) fn execute(
             release::release(engine, plan)?;
         }
         Step::Settle(bytes) => {
-            let serves = want.space == SpaceId::Large && !want.in_one_handle();
-            let done = match serves {
-                true => settle::move_to_arena(engine, want, bytes),
-                false => release::release_settled(engine, None, bytes, |_, _, _, _| true),
+            let done = if want.may_span_handles() {
+                settle::move_to_arena(engine, want, bytes)
+            } else {
+                release::release_settled(engine, None, bytes, |_, _, _, _| true)
             };
             reclaim.settled = match done {
                 Err(lost @ Error::ContextLost(_)) => return Err(lost),
@@ -361,9 +354,13 @@ pub(crate) fn execute(
             };
         }
         Step::Mark(key) => engine.mark_unless_idle(want.stream, key)?,
-        Step::HostWait(stream, bound, event) => engine.host_wait(stream, bound, event)?,
-        Step::Hook(hook, bytes) => {
-            hook.run(bytes);
+        Step::HostWait {
+            stream,
+            bound,
+            event,
+        } => engine.host_wait(stream, bound, event)?,
+        Step::Hook { hook, missing } => {
+            hook.run(missing);
             // The hook may have released memory to the driver that was not the allocator's.
             engine.lock().physical.full_at = None;
         }

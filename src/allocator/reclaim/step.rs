@@ -25,8 +25,8 @@ pub(crate) enum Step {
     Evict(Vec<u64>),
     /// Unmaps idle views to free their addresses.
     FreeAddresses(Vec<u64>),
-    /// Reserves a number of bytes of address space.
-    Reserve(SpaceId, u64),
+    /// Reserves address space.
+    Reserve { space: SpaceId, bytes: u64 },
     /// Creates handles of the packed policy, and takes the block.
     Grow(Growth),
     /// Obtains a segment of the classic policy.
@@ -51,10 +51,14 @@ pub(crate) enum Step {
     Mark(StreamKey),
     /// Queries the free memory of the device.
     QueryDevice,
-    /// Waits on the host for the marker of a stream up to a bound.
-    HostWait(u32, u64, Arc<Event>),
-    /// Calls a hook to free a number of bytes.
-    Hook(ReliefHook, u64),
+    /// Waits on the host for a marker of a stream.
+    HostWait {
+        stream: u32,
+        bound: u64,
+        event: Arc<Event>,
+    },
+    /// Calls a hook to free the bytes that are missing.
+    Hook { hook: ReliefHook, missing: u64 },
     /// Waits for all work of the contexts.
     Synchronise,
     /// Reports that no memory could be obtained.
@@ -72,8 +76,8 @@ impl Step {
                 | Segment(_)
                 | Supply(_)
                 | Release(_)
-                | HostWait(..)
-                | Hook(..)
+                | HostWait { .. }
+                | Hook { .. }
                 | Synchronise
                 | Fail
         )

@@ -23,7 +23,7 @@ impl Streams {
         let index = extents.space(space).and_then(|space| space.index(class));
         let is_due = |entry: &Entry| {
             let uses = extents.records.cold(entry.id).uses.as_slice();
-            uses.iter().any(|u| self.complete(u))
+            uses.iter().any(|u| self.is_complete(u))
         };
         let index = index.filter(|_| most > 0).into_iter();
         pieces.extend(index.flat_map(FreeIndex::iter).filter(is_due));
@@ -58,7 +58,7 @@ impl Streams {
             extents.space(space).is_some_and(|s| s.merge_own) && !self.is_inactive(owner);
         let Some(uses) = cold
             .uses
-            .without(|u| self.complete(u) && !(keep_owner && u.stream == owner))
+            .without(|u| self.is_complete(u) && !(keep_owner && u.stream == owner))
         else {
             return false;
         };

@@ -220,13 +220,13 @@ impl Finder<'_> {
 
     /// Returns the best fit where all free memory is the stream's own and merged: one index has the answer.
     #[inline]
-    pub(crate) fn own_run(&self, want: &Want) -> Option<Run> {
+    fn own_run(&self, want: &Want) -> Option<Run> {
         let fitting = self.space.index(self.stream)?.iter_from(want.granules);
         fitting.map(Run::alone).find(|run| run.holds(want))
     }
 
     /// Whether all pieces are the stream's own, and adjacent ones are merged.
-    pub(crate) fn only_own(&self) -> bool {
+    fn only_own(&self) -> bool {
         self.space.merge_own
             && self
                 .space

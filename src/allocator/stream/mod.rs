@@ -46,7 +46,7 @@ pub(crate) const MANY_STREAMS: usize = 64;
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub(crate) struct Streams {
-    pub(crate) slots: Vec<Slot>,
+    pub slots: Vec<Slot>,
     in_use: usize,
     /// Number of slots in use that are inactive.
     inactive: usize,
@@ -54,23 +54,25 @@ pub(crate) struct Streams {
     requests: u64,
     /// Value of `requests` at which idle streams are searched next.
     next_search: u64,
+    /// The slot that was found last.
     latest: u32,
     /// Whether an inactive stream has become active, and the spaces have not been updated yet.
-    pub(crate) reactivated: bool,
+    pub reactivated: bool,
     /// Whether raw streams may be destroyed without being retired.
     pub unretired: bool,
     /// Whether batches never wait for a request, because streams may be captured from the start.
     pub eager_markers: bool,
     /// Streams with a full batch whose marker is recorded only when another stream needs it.
-    pub(crate) full: Vec<u32>,
+    pub full: Vec<u32>,
     /// Freed bytes that the active streams together may leave without a marker, beyond the least size of a full batch.
-    pub(crate) unmarked_bytes: u64,
+    pub unmarked_bytes: u64,
     /// Number of markers not yet observed complete.
-    pub(crate) incomplete: usize,
+    pub incomplete: usize,
     /// Streams whose completed ticket has advanced since this was last taken.
-    pub(crate) advanced: Vec<u32>,
-    pub(crate) by_key: HashMap<StreamKey, u32, Mixed>,
+    pub advanced: Vec<u32>,
+    pub by_key: HashMap<StreamKey, u32, Mixed>,
     vacant: Vec<u32>,
+    /// Number of markers published so far.
     orders: u64,
     /// The slot at which [`next_slots`](Self::next_slots) continues.
     next_slot: u32,
@@ -80,7 +82,7 @@ pub(crate) struct Streams {
     /// happen under the heap's lock.
     pub former: Vec<Context>,
     /// Events that no marker needs any more, each with its context, on the way to their pool.
-    pub unused_events: Vec<(u64, Arc<Event>)>,
+    unused_events: Vec<(u64, Arc<Event>)>,
     /// Events that may be recorded again, by context.
     pub events: HashMap<u64, Vec<Arc<Event>>, Mixed>,
     /// Scratch memory for rounds of queries.
@@ -282,14 +284,14 @@ impl Streams {
     }
 
     /// Whether a use is complete as observed by the host.
-    pub(crate) fn complete(&self, u: &Use) -> bool {
+    pub(crate) fn is_complete(&self, u: &Use) -> bool {
         u.ticket <= self.slots[u.stream as usize].completed
     }
 
     /// Whether a stream may use the memory without a wait.
     pub(crate) fn ready(&self, stream: u32, u: &Use) -> bool {
         u.stream == stream
-            || self.complete(u)
+            || self.is_complete(u)
             || self[stream]
                 .row
                 .get(u.stream as usize)
@@ -301,6 +303,18 @@ impl Streams {
         let markers = &self.slots[u.stream as usize].markers;
         let marker = markers.get(markers.partition_point(|m| m.bound < u.ticket));
         marker.filter(|marker| !marker.doubtful)
+    }
+
+    /// Returns the oldest marker of the wanted streams that may be waited for: its stream, its bound and its event.
+    pub(crate) fn oldest_marker(
+        &self,
+        wanted: impl Fn(u32) -> bool,
+    ) -> Option<(u32, u64, Arc<Event>)> {
+        let slots = self.iter().filter(|(stream, _)| wanted(*stream));
+        let markers = slots.filter_map(|(stream, slot)| Some((stream, slot.markers.front()?)));
+        let waitable = markers.filter(|(_, marker)| !marker.doubtful);
+        let (stream, marker) = waitable.min_by_key(|(_, marker)| marker.order)?;
+        Some((stream, marker.bound, Arc::clone(&marker.event)))
     }
 
     #[inline]
@@ -345,7 +359,7 @@ impl Streams {
     /// Records that the host observed a marker complete, and with it all tickets up to its bound, and everything that
     /// the stream was ordered behind when it was recorded. Events that are no longer needed are
     /// [unused](Self::unused_events).
-    pub(crate) fn completed(&mut self, stream: u32, bound: u64, row: &[u64]) {
+    pub(crate) fn mark_complete(&mut self, stream: u32, bound: u64, row: &[u64]) {
         let own = (stream as usize, bound);
         for (other, ticket) in row.iter().copied().enumerate().chain([own]) {
             let Some(slot) = self.slots.get_mut(other) else {
@@ -368,8 +382,8 @@ impl Streams {
         }
     }
 
-    pub(crate) fn batch_complete(&mut self, batch: &Batch) {
-        self.completed(batch.stream, batch.bound, &batch.row);
+    pub(crate) fn mark_batch_complete(&mut self, batch: &Batch) {
+        self.mark_complete(batch.stream, batch.bound, &batch.row);
     }
 
     pub(crate) fn has_no_markers(&self) -> bool {
@@ -377,7 +391,7 @@ impl Streams {
     }
 
     /// Records that a wait of one stream for a marker of another was queued.
-    pub(crate) fn ordered(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
+    pub(crate) fn record_order(&mut self, stream: u32, other: u32, bound: u64, row: &[u64]) {
         let slot = &mut self.slots[stream as usize];
         if slot.leaving > 0 || matches!(slot.holder, Holder::Retired) {
             // The last marker may have been recorded before the wait, and then does not cover it.
@@ -454,7 +468,7 @@ impl Streams {
 
     pub(crate) fn apply_outcome(&mut self, outcome: Outcome) {
         if let Some(bound) = outcome.newest {
-            self.observed(outcome.stream, bound);
+            self.observe(outcome.stream, bound);
         }
         let slot = &mut self[outcome.stream];
         slot.stride = outcome.count.max(1) as u32;
@@ -464,20 +478,21 @@ impl Streams {
         }
     }
 
-    pub(crate) fn observed(&mut self, stream: u32, bound: u64) {
+    /// [`mark_complete`](Self::mark_complete) for the marker with this bound, if it still exists.
+    pub(crate) fn observe(&mut self, stream: u32, bound: u64) {
         // The completion of another marker may have removed it; the one that follows is not known to be complete.
         let markers = &self[stream].markers;
         let row = markers
             .get(markers.partition_point(|m| m.bound < bound))
             .filter(|m| m.bound == bound)
             .map(|m| Arc::clone(&m.row));
-        self.completed(stream, bound, row.as_deref().unwrap_or(&[]));
+        self.mark_complete(stream, bound, row.as_deref().unwrap_or(&[]));
         self.pool_unused_events();
     }
 
     /// Returns the use that a free now leaves on a stream.
     #[inline]
-    pub(crate) fn ticket(&self, stream: u32, precise: Option<u64>) -> Use {
+    pub(crate) fn use_of_free(&self, stream: u32, precise: Option<u64>) -> Use {
         let slot = &self[stream];
         // A retired stream gets no more work, so its last marker covers everything.
         let now = if matches!(slot.holder, Holder::Retired) {

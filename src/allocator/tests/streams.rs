@@ -55,8 +55,8 @@ fn tickets_of_a_slot_only_rise() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
     let bound = streams.close_batch(a).bound;
-    streams.ordered(b, a, bound, &[]);
-    streams.completed(a, bound, &[]);
+    streams.record_order(b, a, bound, &[]);
+    streams.mark_complete(a, bound, &[]);
     streams[a].holder = Holder::Retired;
     assert!(streams.recycle(a));
     let holder = Holder::foreign();
@@ -66,7 +66,7 @@ fn tickets_of_a_slot_only_rise() -> Outcome {
         stream: a,
         ticket: streams[a].open,
     };
-    assert!(!streams.complete(&free) && !streams.ready(b, &free));
+    assert!(!streams.is_complete(&free) && !streams.ready(b, &free));
     rig.end()
 }
 
@@ -195,7 +195,7 @@ fn r34_a_stream_that_is_waited_for_stays_active() -> Outcome {
     assert!(!streams.deactivate(b) && streams.several());
     let batch = streams.close_batch(b);
     assert!(!streams.deactivate(b));
-    streams.batch_complete(&batch);
+    streams.mark_batch_complete(&batch);
     assert!(streams.deactivate(b) && !streams.several() && streams.is_inactive(b));
     assert!(!streams.deactivate(b));
     streams.note_call(a);
@@ -227,10 +227,10 @@ fn a_marker_covers_no_later_free() -> Outcome {
     assert!(streams.is_covered(&earlier) && !streams.is_covered(&later));
     let marker = streams.marker(&earlier).ok_or("no marker")?;
     let (bound, row) = (marker.bound, Arc::clone(&marker.row));
-    streams.ordered(b, a, bound, &row);
+    streams.record_order(b, a, bound, &row);
     assert!(streams.ready(b, &earlier) && !streams.ready(b, &later));
-    streams.completed(a, bound, &row);
-    assert!(streams.complete(&earlier) && !streams.complete(&later));
+    streams.mark_complete(a, bound, &row);
+    assert!(streams.is_complete(&earlier) && !streams.is_complete(&later));
     rig.end()
 }
 
@@ -239,7 +239,7 @@ fn a_marker_covers_no_later_free() -> Outcome {
 fn d6_the_event_that_replaces_all_markers_covers_their_frees() -> Outcome {
     let rig = Rig::new(packed())?;
     let (mut streams, [a, b]) = known(&rig);
-    streams.ordered(a, b, 3, &[]);
+    streams.record_order(a, b, 3, &[]);
     for _ in 0..2 {
         let batch = streams.close_batch(a);
         assert!(streams.publish(batch, event(&rig.context)?).is_none());
@@ -252,7 +252,7 @@ fn d6_the_event_that_replaces_all_markers_covers_their_frees() -> Outcome {
     assert_eq!((gone.len(), streams[a].markers.len()), (2, 1));
     assert!(streams[a].covered() && streams.is_covered(&last));
     assert_eq!(streams[a].markers[0].row[..], [0, 3]);
-    streams.completed(a, last.ticket, &[]);
+    streams.mark_complete(a, last.ticket, &[]);
     assert!(streams.has_no_markers());
     rig.end()
 }
@@ -323,7 +323,7 @@ fn d3_a_slot_that_is_left_is_freed_once() -> Outcome {
     let engine = rig.allocator.engine();
     let key = StreamKey::Id(900);
     let mut heap = engine.lock();
-    let slot = heap.adopt(key, 900, rig.context.clone(), Holder::foreign());
+    let slot = heap.register(key, 900, rig.context.clone(), Holder::foreign());
     let leaving = Leaving::begin(engine, &mut heap, slot);
     heap.recycle(slot);
     let stays = heap.streams[slot].in_use;
@@ -378,12 +378,12 @@ fn a_wait_after_the_last_marker_does_not_count_for_it() -> Outcome {
     let [(slot_a, _), (slot_b, _)] = [slot_of(&rig, &a)?, slot_of(&rig, &b)?];
     let mut heap = engine.lock();
     let leaving = Leaving::begin(engine, &mut heap, slot_a);
-    heap.streams.ordered(slot_a, slot_b, 7, &[]);
+    heap.streams.record_order(slot_a, slot_b, 7, &[]);
     let follows_none = heap.streams[slot_a].row.is_empty();
     drop(heap);
     drop(leaving);
     assert!(follows_none);
-    engine.lock().streams.ordered(slot_a, slot_b, 7, &[]);
+    engine.lock().streams.record_order(slot_a, slot_b, 7, &[]);
     assert_eq!(engine.lock().streams[slot_a].row[slot_b as usize], 7);
     rig.end()
 }
@@ -516,8 +516,8 @@ fn d6_memory_of_a_destroyed_context_is_not_lost() -> Outcome {
     {
         let heap = allocator.engine().lock();
         assert_eq!(heap.caches.pages_of(slot), 0);
-        let free = heap.streams.ticket(slot, None);
-        assert!(!heap.streams.complete(&free));
+        let free = heap.streams.use_of_free(slot, None);
+        assert!(!heap.streams.is_complete(&free));
     }
     assert_eq!(allocator.trim(0)?.pending, 6 << 20);
     allocator.synchronize()?;

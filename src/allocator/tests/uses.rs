@@ -158,7 +158,7 @@ fn d1_a_restored_claim_has_its_current_completion() -> Outcome {
         let heap = &mut *heap;
         heap.caches.close_batch(&mut heap.streams, class)
     };
-    heap.streams.batch_complete(&batch);
+    heap.streams.mark_batch_complete(&batch);
     heap.complete_advanced();
     heap.restore(SpaceId::Large, id, shards);
     let piece = heap.extents.piece_around(SpaceId::Large, ptr);
@@ -343,10 +343,10 @@ fn a_marker_follows_what_its_stream_followed_when_the_batch_was_closed() -> Outc
         let (key, raw) = (StreamKey::Id(number), number as usize);
         streams.add(key, raw, rig.context.clone(), Holder::foreign())
     });
-    streams.ordered(a, b, 3, &[]);
+    streams.record_order(a, b, 3, &[]);
     let batch = streams.close_batch(a);
     let bound = batch.bound;
-    streams.ordered(a, b, 7, &[]);
+    streams.record_order(a, b, 7, &[]);
     let event = Arc::new(rig.context.enter()?.create_event()?);
     assert!(streams.publish(batch, event).is_none());
     let marker = streams.marker(&Use {

@@ -117,7 +117,7 @@ impl View {
     pub(crate) fn is_over(&self, streams: &Streams) -> bool {
         self.blocks.is_empty()
             && self.calls == 0
-            && self.uses.as_slice().iter().all(|u| streams.complete(u))
+            && self.uses.as_slice().iter().all(|u| streams.is_complete(u))
     }
 
     /// Creates a view of these handles from the base of its range, whose record is `range`.

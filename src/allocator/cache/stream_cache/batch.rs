@@ -3,10 +3,10 @@
 
 use std::collections::HashSet;
 
-use super::granule::{Kind, Live, Node, PAGE_GRANULES, Run};
+use super::granule::{Kind, Live, Node, Run};
 use super::held_back::Batch;
 use super::{Freed, Inner};
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE_GRANULES};
 
 /// Number of frees of blocks used by one other stream, and their bytes, until their batch is closed.
 const BATCH_FREES: usize = 512;

@@ -1,10 +1,9 @@
 //! The elements of the runs of a stream cache: granules and pages.
 
 use crate::allocator::extent::origin::Origin;
-use crate::allocator::size::{GRANULE, PAGE};
+use crate::allocator::size::{GRANULE, PAGE_GRANULES};
 
 /// Granules of a page, and length of the longest run.
-pub(crate) const PAGE_GRANULES: u32 = (PAGE / GRANULE) as u32;
 pub(super) const GRANULES: usize = PAGE_GRANULES as usize;
 /// Number of bits of a position in a page.
 pub(super) const PLACE_BITS: u32 = PAGE_GRANULES.ilog2();

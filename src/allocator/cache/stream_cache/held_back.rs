@@ -46,6 +46,6 @@ impl Runs {
         if !over {
             self.pages[node.page()].ticket = self.ticket;
         }
-        self.merge(node);
+        self.merge(node, None);
     }
 }

@@ -31,7 +31,7 @@ use std::sync::Arc;
 use crate::driver::process::{Now, State};
 use crate::locks::lock::{self, AtomicPtr, Lock, pause};
 pub(crate) use account::QUANTITIES;
-pub(crate) use granule::{Kind, Live, Node, PAGE_GRANULES, Run, Taken, Using};
+pub(crate) use granule::{Kind, Live, Node, Run, Taken, Using};
 pub(crate) use held_back::{Batch, Returned};
 pub(crate) use large_cache::{Amounts, CachedBlock, LargeCache};
 pub(crate) use pages::{PageTable, SMALL_ID};
@@ -455,7 +455,7 @@ impl Inner {
             return None;
         }
         self.account_free(live);
-        self.runs.put_merged_here(node);
+        self.runs.merge(node, Some(self.runs.ticket));
         Some(self.pages_to_keep().is_some())
     }
 

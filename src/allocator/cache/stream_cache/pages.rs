@@ -9,10 +9,10 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32 as Count, AtomicU64, Ordering};
 
-use super::granule::{Node, PAGE_GRANULES, PageInfo};
+use super::granule::{Node, PageInfo};
 use super::{Life, StreamCache, thread};
 use crate::allocator::extent::boxed::boxed_array;
-use crate::allocator::size::{GRANULE, PAGE};
+use crate::allocator::size::{GRANULE, PAGE, PAGE_GRANULES};
 use crate::locks::lock::{AtomicPtr, AtomicU32};
 
 const PAGE_BITS: u32 = PAGE.ilog2();

@@ -7,19 +7,18 @@
 
 use super::account::{Accounts, cold_path};
 use super::granule::{
-    Bits, FREE, GRANULES, Granule, Kind, LIVE, Live, NIL, Node, PAGE_GRANULES, Page, PageInfo,
-    Taken, Using,
+    Bits, FREE, GRANULES, Granule, Kind, LIVE, Live, NIL, Node, Page, PageInfo, Taken, Using,
 };
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE_GRANULES};
 use std::ptr;
 
-/// Quick runs together take at most this part of the pages, or a minimum number of granules.
-const QUICK_SHARE: u32 = 8;
+/// Quick runs together take at most the granules of all pages divided by this, or a minimum number of granules.
+const MAX_QUICK_DIVISOR: u32 = 8;
 const QUICK_LEAST: u32 = 4 * PAGE_GRANULES;
 /// Maximum number of granules in quick runs of one length.
 const QUICK_GRANULES: u32 = 512;
-/// Quick runs are many if they take more than this part of all pages.
-const QUICK_PART: u64 = 16;
+/// Quick runs are many if they take more than the granules of all pages divided by this.
+const FLUSH_DIVISOR: u64 = 16;
 /// Initial capacity of a stream cache's list of pages.
 const PAGES: usize = 32;
 
@@ -318,7 +317,7 @@ impl Runs {
             None => self.filled.clear(found),
         }
         let length = found as u32 + 1;
-        self.unlisted(length);
+        self.count_removed(length);
         if length > granules {
             self.count += 1;
             self.list(Node(node.0 + granules), length - granules);
@@ -381,7 +380,7 @@ impl Runs {
                 }
             }
         }
-        self.unlisted(granules);
+        self.count_removed(granules);
     }
 
     /// Returns the run of a link, unless that is `NIL`, for which there is no page.
@@ -393,7 +392,7 @@ impl Runs {
 
     /// Removes a run of `granules` from the counts of its list.
     #[inline]
-    fn unlisted(&mut self, granules: u32) {
+    fn count_removed(&mut self, granules: u32) {
         if granules == PAGE_GRANULES {
             self.whole -= 1;
             self.idle = self.idle.min(self.whole);
@@ -403,22 +402,13 @@ impl Runs {
     /// Frees a live block and merges it with its free neighbours.
     #[inline(never)]
     pub(crate) fn put_merged(&mut self, node: Node) {
-        self.put_merged_here(node);
+        self.merge(node, Some(self.ticket));
     }
 
+    /// Makes a run free, and merges it with its free neighbours; `ticket` is that of its free, if it is newer than all
+    /// others in the page.
     #[inline(always)]
-    pub(super) fn put_merged_here(&mut self, node: Node) {
-        self.merge_at(node, Some(self.ticket));
-    }
-
-    /// Makes a run free, and merges it with its free neighbours.
-    pub(super) fn merge(&mut self, node: Node) {
-        self.merge_at(node, None);
-    }
-
-    /// [`merge`](Self::merge), with the ticket of a free that is newer than all others in the page.
-    #[inline(always)]
-    fn merge_at(&mut self, node: Node, ticket: Option<u64>) {
+    pub(super) fn merge(&mut self, node: Node, ticket: Option<u64>) {
         let page = &mut *self.pages[node.page()];
         if let Some(ticket) = ticket {
             page.ticket = ticket;
@@ -454,7 +444,7 @@ impl Runs {
     /// pages; true if one is. Otherwise another page is better: quick runs serve later requests at a fraction of the
     /// cost.
     pub(crate) fn flush_for(&mut self, granules: u32) -> bool {
-        let many = u64::from(self.quick_granules()) * QUICK_PART
+        let many = u64::from(self.quick_granules()) * FLUSH_DIVISOR
             > self.page_count() as u64 * u64::from(PAGE_GRANULES);
         let wanted = granules as usize - 1;
         many && (1..=PAGE_GRANULES).rev().any(|length| {
@@ -569,7 +559,7 @@ impl Runs {
         let granules = self.page_count() as u32 * PAGE_GRANULES;
         let cap = match self.merges_all {
             true => 0,
-            false => (granules / QUICK_SHARE).max(QUICK_LEAST),
+            false => (granules / MAX_QUICK_DIVISOR).max(QUICK_LEAST),
         };
         if self.quick_granules() > cap {
             self.flush_quick();

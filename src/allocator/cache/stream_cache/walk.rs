@@ -1,9 +1,9 @@
 //! Walks over the runs of a stream cache: their contents, and the check of their consistency.
 
-use super::granule::{GRANULES, Kind, NIL, Node, PAGE_GRANULES, PageInfo, Run, Taken};
+use super::granule::{GRANULES, Kind, NIL, Node, PageInfo, Run, Taken};
 use super::runs::{LISTS, NO_QUICK, Runs};
 use crate::allocator::extent::origin::{Names, Origin};
-use crate::allocator::size::GRANULE;
+use crate::allocator::size::{GRANULE, PAGE_GRANULES};
 
 impl Runs {
     /// Iterates over pages with their indexes in the stream cache.

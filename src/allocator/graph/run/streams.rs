@@ -23,11 +23,7 @@ use crate::sync::event::Pooled;
 const FIRST_LEASE: u64 = 1 << 30;
 
 /// Refuses the per-thread default stream of another thread: on this thread its handle means another stream.
-pub(crate) fn refuse_other_threads(
-    engine: &Engine,
-    key: StreamKey,
-    raw: usize,
-) -> Result<(), Error> {
+fn refuse_other_threads(engine: &Engine, key: StreamKey, raw: usize) -> Result<(), Error> {
     let own = || key == StreamKey::Id(engine.context.per_thread_id());
     match is_per_thread(raw) && !own() {
         true => Err(Error::Stream(StreamMisuse::WrongThread)),
