@@ -1422,16 +1422,16 @@ int32_t cualloc_pool_leave(struct cualloc_pool_t *pool,
 int32_t cualloc_pool_release(struct cualloc_pool_t *pool);
 
 /**
- * From now on, requests outside of captures also get free memory that graphs of the pool write. Without this they do not,
- * so a pool whose graphs follow each warm-up of new work holds the memory of all warm-ups.
+ * Permits requests outside of captures to get free memory that graphs of the pool write, from now on. Without the
+ * permission, a pool in which new work is warmed up before each capture holds the memory of all warm-ups.
  *
  * Errors: CUALLOC_INVALID_ARGUMENT for a null pool; CUALLOC_CLOSED for a pool that was released; CUALLOC_CONTEXT_LOST.
  *
  * May be called from any thread.
  *
  * The caller guarantees:
- * No graph of the pool is launched while the contents of a block are needed that is allocated from the pool outside of
- * captures after this call.
+ * If a block is allocated from the pool outside of captures after this call, no graph of the pool is launched while its
+ * contents are needed.
  */
 int32_t cualloc_pool_reuse_graph_memory(struct cualloc_pool_t *pool);
 
@@ -2031,7 +2031,7 @@ void *cualloc_torch_base(void *ptr,
 
 /**
  * As cualloc_stats, with the quantities as PyTorch defines them: the figures of all blocks and of large_pool include
- * graph pools, and reserved is held. Peaks of bytes are then upper bounds, which the peak of held bounds.
+ * graph pools, and reserved is held. Peaks of other bytes are then upper bounds, but not above the peak of held.
  *
  * Errors: as cualloc_stats.
  *

@@ -1,6 +1,7 @@
 //! Checkpoints and sources of graph pools, visits to memory, peers and deferred frees, over the simulator.
 
 use std::ffi::c_void;
+use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -480,4 +481,54 @@ fn a_segment_hook_receives_changes_until_it_is_removed() {
     assert_eq!(cualloc_pool_release(pool), CUALLOC_OK);
     assert_eq!(cualloc_pool_number(pool), 0);
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK);
+}
+
+/// Blocks of PyTorch are found by any address in them, and freed without a device.
+#[test]
+fn blocks_of_the_shared_allocators_are_described_and_freed_by_address() {
+    let _one = world();
+    shared_is_simulated();
+    let stream = 2 as *mut c_void;
+    // SAFETY: the stream is the thread's own.
+    let made = unsafe { cualloc_torch_alloc(3 << 20, 0, stream) };
+    let at = made.addr() as u64;
+    let described = |at: u64| {
+        let (mut device, mut block) = (7, MaybeUninit::<cualloc_block_t>::uninit());
+        let at = at as *mut c_void;
+        // SAFETY: both are locals, and the block is written if there is one.
+        let found = unsafe {
+            let found = cualloc_torch_block(at, &mut device, block.as_mut_ptr());
+            found.then(|| block.assume_init())
+        };
+        found.map(|block| (device, block.address, block.requested, block.state))
+    };
+    let expected = Some((0, at, 3 << 20, CUALLOC_BLOCK_LIVE));
+    assert_eq!((described(at), described(at + 4096)), (expected, expected));
+    assert_eq!(described(64), None);
+    // SAFETY: null pointers are allowed, and nothing uses the block.
+    unsafe {
+        assert!(cualloc_torch_block(made, null_mut(), null_mut()));
+        cualloc_torch_delete(made);
+    }
+    cualloc_torch_retry_frees();
+    assert_ne!(
+        described(at).map(|(.., state)| state),
+        Some(CUALLOC_BLOCK_LIVE)
+    );
+}
+
+/// What calls the driver or logs may call back, and holds no lock of this library.
+#[test]
+fn no_callback_runs_under_a_lock() {
+    let (_one, simulator, _) = world();
+    shared_is_simulated();
+    let (mut shared, asked) = (null_mut(), Asked::default());
+    // SAFETY: the pointer is to a local.
+    assert_eq!(unsafe { cualloc_shared(0, &mut shared) }, CUALLOC_OK);
+    assert_eq!(cualloc_shared_made(0), shared);
+    torch_begin(torch_id(77), &asked);
+    assert_eq!(cualloc_torch_pool_end(0, torch_id(77)), CUALLOC_OK);
+    assert_eq!(cualloc_torch_pool_release(0, torch_id(77)), CUALLOC_OK);
+    // Debug builds report each call of the driver under a lock.
+    assert_eq!(simulator.take_reports(), []);
 }

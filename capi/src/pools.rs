@@ -260,16 +260,16 @@ pub extern "C" fn cualloc_pool_release(pool: *mut cualloc_pool_t) -> i32 {
     call(|| pool_table::release(pool))
 }
 
-/// From now on, requests outside of captures also get free memory that graphs of the pool write. Without this they do not,
-/// so a pool whose graphs follow each warm-up of new work holds the memory of all warm-ups.
+/// Permits requests outside of captures to get free memory that graphs of the pool write, from now on. Without the
+/// permission, a pool in which new work is warmed up before each capture holds the memory of all warm-ups.
 ///
 /// Errors: CUALLOC_INVALID_ARGUMENT for a null pool; CUALLOC_CLOSED for a pool that was released; CUALLOC_CONTEXT_LOST.
 ///
 /// May be called from any thread.
 ///
 /// # Safety
-/// No graph of the pool is launched while the contents of a block are needed that is allocated from the pool outside of
-/// captures after this call.
+/// If a block is allocated from the pool outside of captures after this call, no graph of the pool is launched while its
+/// contents are needed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cualloc_pool_reuse_graph_memory(pool: *mut cualloc_pool_t) -> i32 {
     // SAFETY: the caller's contract.

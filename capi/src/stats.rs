@@ -147,8 +147,8 @@ impl From<&PoolStats> for cualloc_pool_stats_t {
 }
 
 /// Adds the blocks and the memory of graph pools to the figures of all blocks and of large ones, and makes `reserved`
-/// all that is held. Both peaks of a sum of bytes may belong to different times: their sum is an upper bound, and so is
-/// the peak of all that is held.
+/// all that is held. The peaks of two summands may belong to different times: their sum is an upper bound of the peak of
+/// the sum, and for bytes so is the peak of all that is held.
 pub(crate) fn with_graph_pools(mut stats: cualloc_stats_t) -> cualloc_stats_t {
     let (pooled, held) = (stats.pooled, stats.held);
     let add = |to: &mut cualloc_counter_t, from: &cualloc_counter_t, most: u64| {

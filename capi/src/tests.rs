@@ -1,7 +1,6 @@
 //! What programs in C cannot do: contexts that die, streams of the simulator, panics.
 
 use std::ffi::{CStr, c_void};
-use std::mem::MaybeUninit;
 use std::ptr::{self, null, null_mut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -12,7 +11,6 @@ use cualloc::sim::Simulator;
 use super::*;
 use crate::device::{Source, simulator};
 use crate::entry::call;
-use crate::pool_tests::{Asked, shared_is_simulated, torch_begin, torch_id};
 
 /// The simulator's reports are those of all tests.
 pub(crate) fn world() -> (MutexGuard<'static, ()>, &'static Simulator, Driver) {
@@ -388,22 +386,6 @@ fn a_destroy_inside_a_call_is_refused() {
     );
 }
 
-/// What calls the driver or logs may call back, and holds no lock of this library.
-#[test]
-fn no_callback_runs_under_a_lock() {
-    let (_one, simulator, _) = world();
-    shared_is_simulated();
-    let (mut shared, asked) = (null_mut(), Asked::default());
-    // SAFETY: the pointer is to a local.
-    assert_eq!(unsafe { cualloc_shared(0, &mut shared) }, CUALLOC_OK);
-    assert_eq!(cualloc_shared_made(0), shared);
-    torch_begin(torch_id(77), &asked);
-    assert_eq!(cualloc_torch_pool_end(0, torch_id(77)), CUALLOC_OK);
-    assert_eq!(cualloc_torch_pool_release(0, torch_id(77)), CUALLOC_OK);
-    // Debug builds report each call of the driver under a lock.
-    assert_eq!(simulator.take_reports(), []);
-}
-
 #[test]
 fn a_destroyed_allocators_place_gets_another_handle() {
     let (_one, _, _) = world();
@@ -544,38 +526,4 @@ fn memory_is_suspended_by_number() {
     assert_eq!(cualloc_destroy(allocator), CUALLOC_OK, "{}", text());
     assert!(simulator.take_reports().is_empty());
     assert!(simulator.destroy_context(raw));
-}
-
-/// Blocks of PyTorch are found by any address in them, and freed without a device.
-#[test]
-fn blocks_of_the_shared_allocators_are_described_and_freed_by_address() {
-    let _one = world();
-    shared_is_simulated();
-    let stream = 2 as *mut c_void;
-    // SAFETY: the stream is the thread's own.
-    let made = unsafe { cualloc_torch_alloc(3 << 20, 0, stream) };
-    let at = made.addr() as u64;
-    let described = |at: u64| {
-        let (mut device, mut block) = (7, MaybeUninit::<cualloc_block_t>::uninit());
-        let at = at as *mut c_void;
-        // SAFETY: both are locals, and the block is written if there is one.
-        let found = unsafe {
-            let found = cualloc_torch_block(at, &mut device, block.as_mut_ptr());
-            found.then(|| block.assume_init())
-        };
-        found.map(|block| (device, block.address, block.requested, block.state))
-    };
-    let expected = Some((0, at, 3 << 20, CUALLOC_BLOCK_LIVE));
-    assert_eq!((described(at), described(at + 4096)), (expected, expected));
-    assert_eq!(described(64), None);
-    // SAFETY: null pointers are allowed, and nothing uses the block.
-    unsafe {
-        assert!(cualloc_torch_block(made, null_mut(), null_mut()));
-        cualloc_torch_delete(made);
-    }
-    cualloc_torch_retry_frees();
-    assert_ne!(
-        described(at).map(|(.., state)| state),
-        Some(CUALLOC_BLOCK_LIVE)
-    );
 }

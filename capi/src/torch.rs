@@ -339,7 +339,7 @@ pub unsafe extern "C" fn cualloc_torch_base(ptr: *mut c_void, bytes: *mut usize)
 }
 
 /// As cualloc_stats, with the quantities as PyTorch defines them: the figures of all blocks and of large_pool include
-/// graph pools, and reserved is held. Peaks of bytes are then upper bounds, which the peak of held bounds.
+/// graph pools, and reserved is held. Peaks of other bytes are then upper bounds, but not above the peak of held.
 ///
 /// Errors: as cualloc_stats.
 ///

@@ -535,9 +535,9 @@ def trim(keep=0, device=None, pool=None):
 
 def graph_pool(pool, device=None):
     """Returns the statistics of a torch.cuda.MemPool or a pool of CUDA graphs on a device, the latter by its id
-    (`torch.cuda.graph_pool_handle()`, or `pool()` of a graph), as a dictionary. Bytes: `live` in blocks, `free_bytes`, `peak` of live ones, `physical`
-    reserved from the driver. Numbers: live `blocks`, and `leases` of graphs. None if no graph was captured with it, or
-    all were reset. `stats()["pooled"]` is the sum over all pools."""
+    (`torch.cuda.graph_pool_handle()`, or `pool()` of a graph), as a dictionary. Bytes: `live` in blocks, `free_bytes`,
+    `peak` of live ones, `physical` reserved from the driver. Numbers: live `blocks`, and `leases` of graphs. None if no
+    graph was captured with it, or all were reset. `stats()["pooled"]` is the sum over all pools."""
     return _library.graph_pool(_device(device), _pool_id(pool))
 
 

@@ -38,7 +38,7 @@ using Filter = std::function<bool(cudaStream_t)>;
 
 cualloc_torch_pool_id_t id_of(MempoolId_t id) { return {id.first, id.second}; }
 
-// Returns the statistics as PyTorch counts: with pools of graphs.
+// Returns the statistics in the terms of PyTorch, which include pools of graphs.
 cualloc_stats_t stats_of(c10::DeviceIndex device) {
     cualloc_stats_t stats{};
     stats.struct_size = sizeof stats;
@@ -500,8 +500,8 @@ struct __attribute__((visibility("default"))) Allocator final : Base {
         return std::unordered_set<void *>(live.begin(), live.end()) == expected;
     }
 
-    // Only graph trees use checkpoints. They warm up the next function between graphs, and launch no graph whose memory a
-    // live tensor has.
+    // Only graph trees use checkpoints. They warm up the next function between launches, and drop its tensors before the
+    // next launch of a graph that may write their memory.
     std::shared_ptr<AllocatorState> getCheckpointState(c10::DeviceIndex device, MempoolId_t id) override {
         check(cualloc_pool_reuse_graph_memory(pool_of(device, id)));
         return checkpoint_of(device, id);

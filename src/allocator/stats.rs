@@ -222,7 +222,8 @@ pub struct Stats {
     /// Bytes that graph pools hold from the driver, including released pools that still hold memory. These bytes count
     /// towards the limit and in [`held`](Self::held), but not in [`all`](Self::all).
     pub graph_pools: u64,
-    /// Blocks and memory of all graph pools together. All peaks are exact.
+    /// Blocks and memory of all graph pools together. Peaks of blocks are exact; `active` counts live blocks only, and
+    /// `reserved` is [`graph_pools`](Self::graph_pools).
     pub pooled: PoolStats,
     /// Bytes that growable ranges hold from the driver, including those that are decommitted. They count towards the
     /// limit and in [`held`](Self::held), but in no other statistic here.
@@ -258,11 +259,11 @@ impl Stats {
         self.held.reset_peak();
     }
 
-    /// Counts what graph pools (bytes and handles) and ranges (bytes) hold, and the sum of all that is held.
-    pub(crate) fn count_held(&mut self, pools: (u64, u64), ranges: u64) {
-        self.pooled.reserved.set(pools.0);
-        self.pooled.segments.set(pools.1);
-        self.held.set(self.all.reserved.current + pools.0 + ranges);
+    /// Counts the bytes and handles of graph pools, and the sum of all bytes that are held.
+    pub(crate) fn count_held(&mut self, pools: u64, handles: u64, ranges: u64) {
+        self.pooled.reserved.set(pools);
+        self.pooled.segments.set(handles);
+        self.held.set(self.all.reserved.current + pools + ranges);
     }
 
     /// Counts an allocated block.

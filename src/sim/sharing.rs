@@ -1,7 +1,8 @@
 //! Pointer attributes, and memory shared between processes: handles, descriptors, IPC.
 //!
 //! What travels between the users of one simulator is a number, or a file with one. In another process the file stands
-//! for memory of the same size, and has its contents from the first export on.
+//! for memory of the same size, and has its contents from the first export on. Each process keeps a descriptor of it open
+//! for as long as the memory exists.
 
 use super::args::{Host, In, Out};
 use super::call::{R, fail};
@@ -92,7 +93,7 @@ impl State {
             .ok()
             .filter(|&fd| fd >= 0)
             .ok_or(INVALID)?;
-        // SAFETY: the caller of an import passes an open descriptor, and it is only read.
+        // SAFETY: the caller of an import passes an open descriptor, and closes it after the call at the earliest.
         let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
         let words = words_of(fd).ok_or(INVALID)?;
         let [MAGIC, simulator, what, id, bytes, device, kinds] = words else {
@@ -111,12 +112,14 @@ impl State {
                     handle_types: kinds as u32,
                     ..Props::default()
                 };
+                let shared =
+                    SharedContents::of(fd).map_err(|_| CUresult::CUDA_ERROR_OUT_OF_MEMORY)?;
                 // An imported handle is charged only to the process that exported it.
                 let alloc = self.create_charged(device as usize, bytes, 0, (value, props))?;
                 if let Some(entry) = &mut self.allocs[alloc as usize] {
                     // The caller counts the import.
                     entry.references = 0;
-                    entry.contents.shared = SharedContents::of(fd).ok();
+                    entry.contents.shared = Some(shared);
                 }
                 self.handles.insert(value, alloc);
                 Ok(alloc)

@@ -246,15 +246,15 @@ impl GraphPool {
         })
     }
 
-    /// From now on, requests outside of captures also get free memory that graphs of the pool write. Without this they
-    /// do not, so a pool whose graphs follow each warm-up of new work holds the memory of all warm-ups.
+    /// Permits requests outside of captures to get free memory that graphs of the pool write, from now on. Without the
+    /// permission, a pool in which new work is warmed up before each capture holds the memory of all warm-ups.
     ///
     /// # Errors
     /// As [`footprint`](Self::footprint).
     ///
     /// # Safety
-    /// No graph of the pool is launched while the contents of a block are needed that is allocated from the pool outside
-    /// of captures after this call.
+    /// If a block is allocated from the pool outside of captures after this call, no graph of the pool is launched while
+    /// its contents are needed.
     pub unsafe fn reuse_graph_memory(&self) -> Result<(), Error> {
         pools::reuse_graph_memory(self.allocator.engine(), self.id)
     }

@@ -37,7 +37,7 @@ pub(crate) fn retire(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
     let slots = match known_all(engine, named) {
         Err(_) if uses::pools_use_stream(engine, named) => Vec::new(),
         Err(error @ Error::Stream(StreamMisuse::Unknown { .. })) => {
-            uses::forget(engine, named);
+            uses::note_retirement(engine, named);
             return Err(error);
         }
         known => known?,

@@ -148,15 +148,9 @@ impl Pool {
         self.leases.count() > 0
     }
 
-    /// Returns which memory a request outside captures must not get because of launches.
-    fn written_by_graphs(&self, requester: Requester) -> WrittenByGraphs {
-        match requester {
-            Requester::Eager { .. } if !self.reuses_graph_memory => match self.is_leased() {
-                true => WrittenByGraphs::Captured,
-                false => WrittenByGraphs::Touched,
-            },
-            _ => WrittenByGraphs::Nothing,
-        }
+    /// Whether a request outside captures must not get memory that a launch may write.
+    fn avoids_graph_memory(&self) -> bool {
+        self.is_leased() && !self.reuses_graph_memory
     }
 }
 
@@ -242,7 +236,7 @@ impl Graphs {
     /// Takes a request from the available memory of a pool.
     pub(crate) fn take(&mut self, pool: u64, requester: Requester, fit: Fit) -> Option<Place> {
         let pool = self.pools.get_mut(&pool)?;
-        let usable = usable(&self.captures, requester, pool.written_by_graphs(requester));
+        let usable = usable(&self.captures, requester, pool.avoids_graph_memory());
         let arena = &mut pool.arena;
         if arena.recent_fits(fit, &usable) {
             return arena.take_recent();
@@ -262,7 +256,7 @@ impl Graphs {
         let Some(pool) = self.pools.get(&pool) else {
             return (0, 0);
         };
-        let usable = usable(&self.captures, requester, pool.written_by_graphs(requester));
+        let usable = usable(&self.captures, requester, pool.avoids_graph_memory());
         let (mut ready, mut waiting) = (0, 0);
         for (part, tag) in pool.arena.tags() {
             let bytes = u64::from(part.granules) * GRANULE;
@@ -290,7 +284,7 @@ impl Graphs {
         let Some(pool) = self.pools.get_mut(&pool) else {
             return Err(PlanFailure::Memory(fit.bytes()));
         };
-        let usable = usable(&self.captures, requester, pool.written_by_graphs(requester));
+        let usable = usable(&self.captures, requester, pool.avoids_graph_memory());
         pool.arena.merge_recent();
         let runs = pool.arena.runs(usable);
         let plan = pool.arena.plan(fit, &runs, means)?;
@@ -538,21 +532,11 @@ impl Graphs {
     }
 }
 
-/// Free memory that launches may write.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum WrittenByGraphs {
-    Nothing,
-    /// What a graph with a lease was recorded to use.
-    Touched,
-    /// That, and what captures used.
-    Captured,
-}
-
-/// Returns the test whether a requester may use free memory.
+/// Returns the test whether a requester may use free memory; `avoids_graph_memory` is that of its pool.
 fn usable(
     captures: &HashMap<u64, Capture, Mixed>,
     requester: Requester,
-    written: WrittenByGraphs,
+    avoids_graph_memory: bool,
 ) -> impl Fn(&Tag) -> bool {
     let order = match requester {
         Requester::Captured {
@@ -566,8 +550,9 @@ fn usable(
     };
     move |tag| match requester {
         Requester::Eager { stream } => {
-            !(tag.captured && written == WrittenByGraphs::Captured)
-                && (written == WrittenByGraphs::Nothing || tag.touched.iter().all(Lease::is_over))
+            // Captures used the memory, or a graph that is not destroyed was recorded to use it.
+            let in_graphs = tag.captured || !tag.touched.iter().all(Lease::is_over);
+            !(in_graphs && avoids_graph_memory)
                 && tag.marks.is_empty()
                 && tag.pending.iter().all(|used| used.stream == stream)
         }

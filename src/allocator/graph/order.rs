@@ -385,18 +385,23 @@ mod tests {
         assert_eq!(order.query_count(), 9);
     }
 
-    #[test]
-    fn a_lone_stream_that_was_set_back_is_behind_its_new_dependencies() {
+    /// A stream that captured a chain of nodes, and its last nodes after each.
+    fn chain(nodes: usize) -> (Graph, Order, usize, Vec<LastNodes>) {
         let (mut graph, mut order) = (Graph::default(), Order::default());
         let main = order.add_stream();
-        graph.node(0, &[]);
-        graph.advance(&mut order, main, &[full(0)]);
-        let mut seen = vec![order.last_nodes(main)];
-        for node in 1..5 {
-            graph.node(node, &[full(node - 1)]);
+        let mut seen = Vec::new();
+        for node in 0..nodes {
+            let before: Vec<Edge> = node.checked_sub(1).map(full).into_iter().collect();
+            graph.node(node, &before);
             graph.advance(&mut order, main, &[full(node)]);
             seen.push(order.last_nodes(main));
         }
+        (graph, order, main, seen)
+    }
+
+    #[test]
+    fn a_lone_stream_that_was_set_back_is_behind_its_new_dependencies() {
+        let (mut graph, mut order, main, seen) = chain(5);
         graph.advance(&mut order, main, &[full(2)]);
         graph.node(9, &[full(2)]);
         graph.advance(&mut order, main, &[full(9)]);
@@ -414,16 +419,7 @@ mod tests {
 
     #[test]
     fn a_lone_stream_that_went_on_elsewhere_is_not_behind_its_former_work() {
-        let (mut graph, mut order) = (Graph::default(), Order::default());
-        let main = order.add_stream();
-        graph.node(0, &[]);
-        graph.advance(&mut order, main, &[full(0)]);
-        let mut seen = vec![order.last_nodes(main)];
-        for node in 1..4 {
-            graph.node(node, &[full(node - 1)]);
-            graph.advance(&mut order, main, &[full(node)]);
-            seen.push(order.last_nodes(main));
-        }
+        let (mut graph, mut order, main, seen) = chain(4);
         // It was set back, and captured a node, between two calls.
         graph.node(9, &[full(1)]);
         graph.advance(&mut order, main, &[full(9)]);

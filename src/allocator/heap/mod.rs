@@ -147,7 +147,7 @@ impl Heap {
     /// Updates the statistics of what is held, after an addition to reserved memory, a graph pool or a range.
     pub(crate) fn count_held(&mut self) {
         self.stats
-            .count_held((self.graphs.held, self.graphs.handles), self.ranges.held);
+            .count_held(self.graphs.held, self.graphs.handles, self.ranges.held);
     }
 
     /// Returns the bytes that count towards the limit: those present, and those that a resume in progress will take.

@@ -109,7 +109,7 @@ pub(crate) fn statistics(heap: &Heap) -> Stats {
     stats.headroom = heap.physical.headroom;
     stats.graph_pools = heap.graphs.held;
     stats.ranges = heap.ranges.held;
-    stats.count_held((heap.graphs.held, heap.graphs.handles), heap.ranges.held);
+    stats.count_held(heap.graphs.held, heap.graphs.handles, heap.ranges.held);
     stats.ranges_leaving = heap.ranges.leaving;
     heap.caches.add_to(&mut stats, heap.mixed_peak);
     stats.packing = packing(heap);

@@ -45,7 +45,7 @@ pub(crate) fn checkpoint(engine: &Engine, pool: u64) -> Result<Layout, Error> {
     Ok(heap.graphs.checkpoint(pool))
 }
 
-/// Lets requests outside captures have memory that graphs of a pool write.
+/// Permits requests outside captures to get memory that graphs of a pool write.
 pub(crate) fn reuse_graph_memory(engine: &Engine, pool: u64) -> Result<(), Error> {
     let mut heap = engine.open()?;
     refuse_released(&heap.graphs, pool)?;

@@ -243,8 +243,8 @@ pub(crate) fn pools_use_stream(engine: &Engine, named: &Named<'_>) -> bool {
     engine.lock().graphs.uses_stream(&named.user(None))
 }
 
-/// Records that a stream that uses no pool is not used any more: checkpoints may list it.
-pub(crate) fn forget(engine: &Engine, named: &Named<'_>) {
+/// Records that a stream that uses no pool was retired, because checkpoints may list it.
+pub(crate) fn note_retirement(engine: &Engine, named: &Named<'_>) {
     let graphs = &mut engine.lock().graphs;
     graphs.note_retirement(&named.user(None), None);
 }
@@ -252,7 +252,7 @@ pub(crate) fn forget(engine: &Engine, named: &Named<'_>) {
 /// Ends a stream's uses of pools: the stream receives no more work, and its handle is not used any more.
 pub(crate) fn leave(engine: &Engine, named: &Named<'_>) -> Result<(), Error> {
     if !pools_use_stream(engine, named) {
-        forget(engine, named);
+        note_retirement(engine, named);
         return Ok(());
     }
     let user = named.user(None);
